@@ -19,6 +19,7 @@ from pipemesh.plan.homes import cut_rules, inner_rules
 from pipemesh.plan.network import Link, sent_share
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.remat import Remat
+from pipemesh.plan.slices import Progress
 
 # Kinds of action; a + marks one that recomputes the forward pass first.
 KINDS = ("F", "B", "I", "W", "B+", "I+", "W+")
@@ -183,6 +184,9 @@ class LayerFigures:
     trained: float = 1.0
     # Bytes of a microbatch that it hands on from slice to slice of sequences, such as keys.
     past: Curve | None = None
+    # Flops of equal parts of a row, first to last: with causal attention later ones take more.
+    # Empty if all take the same.
+    row_work: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for curves in (self.seconds, self.work or self.seconds):
@@ -340,7 +344,7 @@ def layers_to_values(layers: Sequence[LayerFigures]) -> list[dict[str, Any]]:
             "work": {kind: points(curve) for kind, curve in layer.work.items()},
             **{
                 name: getattr(layer, name)
-                for name in ("parameter_bytes", "again", "optimizer", "trained")
+                for name in ("parameter_bytes", "again", "optimizer", "trained", "row_work")
             },
             **{name: points(getattr(layer, name)) for name in ("kept", "outputs", *_OPTIONAL)},
             "shares": {rules: shared(shares) for rules, shares in layer.shares.items()},
@@ -392,6 +396,7 @@ def layers_from_values(values: Any, source: str) -> list[LayerFigures]:
                 **{name: _curve(layer.get(name)) for name in _OPTIONAL},
                 again=float(layer.get("again", 1.0)),
                 trained=float(layer.get("trained", 1.0)),
+                row_work=tuple(map(float, layer.get("row_work", ()))),
                 optimizer=None if layer.get("optimizer") is None else float(layer["optimizer"]),
                 work={kind: cast("Curve", _curve(p)) for kind, p in layer.get("work", {}).items()},
             )
@@ -511,6 +516,12 @@ class Figures:
             raise PlanError(f"alike is {self.alike}; there are {len(self.layers)} layers")
         if not (math.isfinite(self.loop_pace) and self.loop_pace > 0):
             raise PlanError(f"loop_pace is {self.loop_pace}; it must be a number above 0")
+
+    @functools.cached_property
+    def row_progress(self) -> Progress:
+        """Returns how the work of all layers grows along a row."""
+        known = [layer.row_work for layer in self.layers if layer.row_work]
+        return Progress([sum(parts) for parts in zip(*known, strict=True)])
 
     @functools.cached_property
     def layouts(self) -> tuple[str, ...]:

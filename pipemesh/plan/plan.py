@@ -144,6 +144,11 @@ replicas; num_microbatches may be 1, 2, 5, 10
                 "which rise from 0 to the number of layers"
             )
 
+    @property
+    def has_slices_of_equal_work(self) -> bool:
+        """Returns whether sequence slices take the same work, instead of having one length."""
+        return isinstance(self.schedule, str) and parse(self.schedule).equal_work
+
     @functools.cached_property
     def table(self) -> Schedule:
         """Returns the schedule's table for the homes of the mesh.

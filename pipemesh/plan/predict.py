@@ -230,7 +230,7 @@ def _run(stages: Stages, figures: Figures, parts: bool) -> _Run:
     scale = _slowed(lone, stages, figures, alike)
     lengths = (
         sum(lone.busy) / len(lone.busy) * scale,
-        _simulated(stages, figures, even, alike).makespan,
+        _simulated(stages, figures, even, alike, differ=False).makespan,
         _simulated(stages, figures, work, loads).makespan,
         _simulated(stages, figures, added, action_loads(stages, figures, added)).makespan,
         timeline.makespan,
@@ -239,15 +239,26 @@ def _run(stages: Stages, figures: Figures, parts: bool) -> _Run:
     return _Run(lengths, timeline.stage_ends, memory, waiting, done, actions)
 
 
-def _simulated(stages: Stages, figures: Figures, costs: Costs, loads: _Loads) -> Timeline:
+def _simulated(
+    stages: Stages, figures: Figures, costs: Costs, loads: _Loads, differ: bool = True
+) -> Timeline:
+    """Simulates the stages; `differ`: whether slices of a sequence take their own times."""
+    shares = stages.slice_shares if differ else ()
     if figures.cores is None:
-        return simulate(stages.run, costs)
+        return simulate(stages.run, costs, slice_shares=shares)
     # All devices of a home run each action.
     every = {
         kind: [stages.home_size(stage) * load for stage, load in enumerate(by_stage)]
         for kind, by_stage in loads.items()
     }
-    return simulate(stages.run, costs, cores=figures.cores, loads=every, crowding=figures.crowding)
+    return simulate(
+        stages.run,
+        costs,
+        cores=figures.cores,
+        loads=every,
+        crowding=figures.crowding,
+        slice_shares=shares,
+    )
 
 
 def _work(timeline: Timeline, stages: Stages, loads: _Loads) -> float:

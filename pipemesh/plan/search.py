@@ -23,7 +23,7 @@ from pipemesh.plan.predict import Prediction, predict
 from pipemesh.plan.remat import Remat
 from pipemesh.plan.stages import evenly_cut, layer_seconds, stages_of
 from pipemesh.schedule import simulate
-from pipemesh.schedule.names import FILE, SEARCHED, parse
+from pipemesh.schedule.names import EQUAL_WORK, FILE, SEARCHED, parse
 from pipemesh.text import bytes_of
 
 SCHEDULES = (
@@ -37,7 +37,7 @@ SCHEDULES = (
     "v_min",
     "dual_pipe_v",
 )
-# Those with slices of sequences, for models whose layers can be given them; slices are equal.
+# Those with slices of sequences, for models whose layers can be given them.
 _SLICED = ("seq1f1b:2", "seq1f1b:4")
 
 
@@ -51,7 +51,8 @@ class SearchSpace:
         memory: bytes of a device, also as text such as `80GB`; None for no limit.
         fixed: fixed values of the plan, as in `Plan.to_values`.
         schedules: names of the schedules to try; if they are the default ones, also seq1f1b, which
-            cuts sequences into slices, where the figures say that all layers can be given them.
+            cuts sequences into slices, where the figures say that all layers can be given them:
+            slices of equal length, and of equal work where later positions take more.
 
     Raises:
         PlanError: a number is invalid.
@@ -143,6 +144,12 @@ def candidates(figures: Figures, space: SearchSpace) -> Iterator[Split]:
     tried = tuple(space.schedules)
     if tried == SCHEDULES and figures.positions:
         tried += tuple(name for name in _SLICED if not figures.positions % _division(name)[1])
+        if not figures.row_progress.is_even:
+            tried += tuple(
+                f"{name}:{EQUAL_WORK}"
+                for name in _SLICED
+                if figures.positions >= _division(name)[1]
+            )
     fixed_number = fixed.get("num_microbatches", "")
     for places, replicas, group, layout in _meshes(figures, space):
         rest = space.batch // replicas

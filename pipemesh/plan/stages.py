@@ -17,6 +17,7 @@ from pipemesh.plan.homes import home_of
 from pipemesh.plan.network import Link, Network, reduced_bytes
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.remat import ModeName, Remat
+from pipemesh.plan.slices import Progress, equal_work_lengths
 from pipemesh.schedule import Action, Costs, Schedule
 from pipemesh.schedule.action import KINDS
 
@@ -43,6 +44,39 @@ class Stages:
     # the order above.
     strides: tuple[int, int] | None = None
     slices: int = 1  # of each sequence
+    # For each slice its first position and that of the next one, as shares of a row; empty if
+    # sequences are whole.
+    spans: tuple[tuple[float, float], ...] = ()
+
+    def slice_rows(self, piece: int) -> float:
+        """Returns the rows of a microbatch, or of a slice's share of it."""
+        if not self.spans:
+            return self.rows
+        begin, end = self.spans[piece % len(self.spans)]
+        return self.rows * (end - begin) * len(self.spans)
+
+    @functools.cached_property
+    def slice_shares(self) -> list[list[float]]:
+        """Returns for each stage the work of its slices, as multiples of their mean."""
+        found: list[list[float]] = []
+        for layers in self.layers if self.spans else ():
+            # Layers take their seconds; flops say which positions take them.
+            seconds = [
+                layer.takes("F", self.rows) + layer.takes("B", self.rows) for layer in layers
+            ]
+            done = [Progress(layer.row_work) for layer in layers]
+            total = sum(seconds)
+            found.append(
+                [
+                    len(self.spans)
+                    * sum(s * (p.at(b) - p.at(a)) for s, p in zip(seconds, done, strict=True))
+                    / total
+                    if total
+                    else 1.0
+                    for a, b in self.spans
+                ]
+            )
+        return found
 
     @functools.cached_property
     def modes(self) -> dict[tuple[int, int], ModeName]:
@@ -169,7 +203,22 @@ def stages_of(plan: Plan, figures: Figures, batch: int, network: Network | None 
     stages = cut_stages(
         figures, rows, replicas, groups, plan.remat, table, plan.boundaries, network, rules
     )
-    return in_dtype(dataclasses.replace(stages, slices=plan.table.num_slices), plan)
+    slices, spans = plan.table.num_slices, _spans(plan, figures)
+    return in_dtype(dataclasses.replace(stages, slices=slices, spans=spans), plan)
+
+
+def _spans(plan: Plan, figures: Figures) -> tuple[tuple[float, float], ...]:
+    """Returns where the slices of a row begin and end, as shares of it."""
+    count = plan.table.num_slices
+    if count == 1:
+        return ()
+    length, lengths = count, (1,) * count
+    if plan.has_slices_of_equal_work:
+        # Without the positions of a row, as fine as figures know them.
+        length = figures.positions or 1024 * count
+        lengths = equal_work_lengths(figures.row_progress, length, count)
+    ends = [end / length for end in itertools.accumulate(lengths, initial=0)]
+    return tuple(itertools.pairwise(ends))
 
 
 def in_dtype(stages: Stages, plan: Plan) -> Stages:
@@ -472,15 +521,21 @@ def device_memory(stages: Stages, figures: Figures, place: int) -> float:
     # Weights and the optimizer's share exist all the time. Sums of gradients exist from the first
     # `B` or `W` of a stage on, which frees kept values as it makes them. An action needs working
     # memory while it runs. So does the update after the last action.
-    memory_by_stage = {
-        stage: StageMemory(stages, stage)
-        for stage, owner in enumerate(stages.table.stage_devices)
-        if owner == place
-    }
+    # Slices may differ in length: one for each.
+    by_slice = [
+        {
+            stage: StageMemory(dataclasses.replace(stages, rows=stages.slice_rows(piece)), stage)
+            for stage, owner in enumerate(stages.table.stage_devices)
+            if owner == place
+        }
+        for piece in range(max(1, len(stages.spans)))
+    ]
+    memory_by_stage = by_slice[0]
     apart = stages.table.recomputed()
-    past = stages.slices * sum(memory.past for memory in memory_by_stage.values())
-    # By stage, kind, mode and whether there are no sums yet: the needed bytes and the held bytes.
-    known: dict[tuple[int, str, ModeName, bool], tuple[float, float]] = {}
+    past = sum(memory.past for of_slice in by_slice for memory in of_slice.values())
+    # By stage, kind, mode, whether there are no sums yet, and slice: the needed bytes and the held
+    # ones.
+    known: dict[tuple[int, str, ModeName, bool, int], tuple[float, float]] = {}
     summed: set[int] = set()
     held = most = 0.0
     for action in stages.table.rows[place]:
@@ -491,8 +546,9 @@ def device_memory(stages: Stages, figures: Figures, place: int) -> float:
             # An `R` of the table has recomputed all of it before the backward pass begins.
             mode = "none" if kind in "BIW" else "full"
         is_first = stage not in summed
-        if (key := (stage, kind, mode, is_first)) not in known:
-            stage_memory = memory_by_stage[stage]
+        number = action.microbatch % len(by_slice)
+        if (key := (stage, kind, mode, is_first, number)) not in known:
+            stage_memory = by_slice[number][stage]
             known[key] = stage_memory.needs(kind, mode, is_first), stage_memory.leaves(kind, mode)
         needed, left = known[key]
         most = max(most, held + needed)

@@ -94,8 +94,7 @@ def slice_of_draw(
     if position.whole is None:
         _dim(names, BATCH, sizes, position.microbatch_size)
         dim = _dim(names, LENGTH, sizes, position.slice_size)
-        whole = _with_size(sizes, dim, position.slice_size * position.num_slices)
-        return SliceOfDraw(dim, whole, position.slice * position.slice_size)
+        return SliceOfDraw(dim, _with_size(sizes, dim, position.length), position.begin)
     if name not in position.whole.of_sequences:
         raise PipelineError(
             f"layer {scope.layer!r} draws more random tensors for a slice of the sequences than "
@@ -107,7 +106,7 @@ def slice_of_draw(
     same = len(whole) == len(sizes)
     dims = [d for d, (a, b) in enumerate(zip(sizes, whole, strict=False)) if a != b]
     size, count = position.slice_size, position.num_slices
-    if not same or len(dims) != 1 or (sizes[dims[0]], whole[dims[0]]) != (size, size * count):
+    if not same or len(dims) != 1 or (sizes[dims[0]], whole[dims[0]]) != (size, position.length):
         raise PipelineError(
             f"layer {scope.layer!r} draws a random tensor of shape {sizes} for a slice of the "
             f"sequences and {whole} for whole ones; one dim may differ, and is the {size} "
@@ -115,7 +114,7 @@ def slice_of_draw(
             "sequence is a separate dim (before that dim is reshaped), or give a schedule without "
             "slices"
         )
-    return SliceOfDraw(dims[0], whole, position.slice * size)
+    return SliceOfDraw(dims[0], whole, position.begin)
 
 
 def share_of_draw(

@@ -15,6 +15,7 @@ import tensorflow as tf
 from pipemesh.backend.graphs import is_in_old_loop, loop_counter, surrounding_graphs
 from pipemesh.backend.labels import label_scope
 from pipemesh.errors import LayoutError, PipelineError
+from pipemesh.plan.slices import Span
 
 
 class NeedWholeDraws(Exception):
@@ -59,6 +60,21 @@ class Position:
     slice_size: int = 0
     # int64 scalar, the index of the slice; None for whole sequences.
     slice: tf.Tensor | None = None
+    # The slice's positions, if slices differ in length.
+    span: Span | None = None
+
+    @property
+    def begin(self) -> tf.Tensor:
+        """The first position of the slice, an int64 scalar."""
+        if self.span is not None:
+            return tf.constant(self.span.begin, tf.int64)
+        assert self.slice is not None
+        return self.slice * self.slice_size
+
+    @property
+    def length(self) -> int:
+        """The number of positions of whole sequences."""
+        return self.slice_size * self.num_slices if self.span is None else self.span.whole
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pipemesh.backend.static_shape import num_bytes
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.passes.tracing import specs_of
 from pipemesh.recurrent.stage import Stage
-from pipemesh.recurrent.table.machine import channels_read, channels_written
+from pipemesh.recurrent.table.machine import Machine, channels_read, channels_written
 from pipemesh.recurrent.table.run import Run
 from pipemesh.schedule import Action, Schedule
 from pipemesh.schedule.action import GRADS, KEPT, OUTPUTS, PENDING, REMADE
@@ -23,7 +23,7 @@ class Sizes:
 
     def __init__(self, run: Run) -> None:
         self._stages = run.stages
-        self._machine = run.machine
+        self._machine, self._machines = run.machine, run.machines
         self._modes = run.modes
         self._num_slices = run.num_slices
         # By stage, what slices of sequences hand on unchanged.
@@ -31,6 +31,10 @@ class Sizes:
             traced.cut.shared(traced.carry) if run.num_slices > 1 else set()
             for traced in run.machine.traced
         ]
+
+    def machine(self, piece: int) -> Machine:
+        """Returns the machine of a microbatch, or of a slice of one."""
+        return self._machines[piece % len(self._machines)]
 
     def weights(self, stage: int, places: Sequence[int]) -> int:
         """Returns the bytes of weights on devices of a home; a device has each weight once."""
@@ -67,10 +71,11 @@ class Sizes:
 
         The bytes are by sending and receiving device.
         """
-        traced = self._machine.traced[actions[0].stage]
-        if not traced.stage.fetched:
+        first = self._machine.traced[actions[0].stage]
+        if not first.stage.fetched:
             return
-        for sharing in [actions] if traced.keeps_fetched else [[action] for action in actions]:
+        for sharing in [actions] if first.keeps_fetched else [[action] for action in actions]:
+            traced = self.machine(sharing[0].microbatch).traced[sharing[0].stage]
             nodes = set[str]().union(*map(self._nodes, self._kinds(sharing)))
             used = {tensor for tensor, _ in traced.cut.uses(nodes)}
             sent = collections.Counter[tuple[int, int]]()
@@ -105,7 +110,7 @@ class Sizes:
 
     def values(self, kind: str, stage: int, place: int, microbatch: int = 0) -> int:
         """Returns the bytes of a kind of value on a device of a stage's home."""
-        machine, mode = self._machine, self._modes[stage, microbatch]
+        machine, mode = self.machine(microbatch), self._modes[stage, microbatch]
         specs, places = machine.specs(kind, stage, mode), machine.places(kind, stage, mode)
         held = [
             (spec, name)
@@ -114,6 +119,12 @@ class Sizes:
         ]
         if kind not in (KEPT, REMADE, PENDING) or self._num_slices == 1:
             return num_bytes([spec for spec, _ in held])
+        if len(self._machines) > 1:
+            # The slice that made a part of the carry holds it for all later ones.
+            traced = machine.traced[stage]
+            taken = {*traced.carry[: traced.num_own * len(traced.replicas)]}
+            own = [spec for spec, name in held if taken.isdisjoint(traced.cut.same_value(name))]
+            return num_bytes(own)
         # Each slice but the last has one part of its own.
         cut, shared = machine.traced[stage].cut, self._shared[stage]
         names = {name for _, name in held if not shared.isdisjoint(cut.same_value(name))}
@@ -122,7 +133,7 @@ class Sizes:
 
     def handed_on(self, action: Action) -> Mapping[tuple[int, int], int]:
         """Returns the bytes sent to another home, by device indices of sender and receiver."""
-        machine, stage = self._machine, action.stage
+        machine, stage = self.machine(action.microbatch), action.stage
         sent = collections.Counter[tuple[int, int]]()
         if action.kind == "F" and stage + 1 < len(machine.stages):
             specs, targets = machine.specs(OUTPUTS, stage), machine.places(GRADS, stage + 1)
@@ -138,7 +149,7 @@ class Sizes:
 
     def crossing(self, action: Action) -> Mapping[tuple[int, int], int]:
         """Returns the bytes sent inside a home while an action computes, by sender and receiver."""
-        traced = self._machine.traced[action.stage]
+        traced = self.machine(action.microbatch).traced[action.stage]
         crossing = collections.Counter[tuple[int, int]]()
         sent: set[tuple[str, int]] = set()
         for tensor, node in traced.cut.uses(self._nodes(action)):
@@ -153,7 +164,8 @@ class Sizes:
         """Returns the nodes of its stage's graph that an action computes."""
         stage = action.stage
         mode = self._modes[stage, action.microbatch]
-        passes = self._machine.passes(stage, mode if action.kind in "FR" else mode.backward)
+        machine = self.machine(action.microbatch)
+        passes = machine.passes(stage, mode if action.kind in "FR" else mode.backward)
         return passes.cuts.nodes(action.kind, stage == 0)
 
 

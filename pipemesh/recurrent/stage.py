@@ -13,6 +13,7 @@ import tensorflow as tf
 from pipemesh.backend.gradients import custom_gradient
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import DeviceError, PipelineError
+from pipemesh.plan.slices import Span
 
 Tensors = list[tf.Tensor]
 Grads = list[tf.Tensor | None]
@@ -134,7 +135,9 @@ class Stage:
             calls the function for each, as if the parts of microbatches were microbatches.
         theta: the weights. Gradients flow to the floating ones, except `copies`.
         carry: its value before the first microbatch. If the schedule has slices, a `tf.TensorSpec`
-            may stand for what the function writes before it reads it, in each microbatch.
+            may stand for what the function writes before it reads it, in each microbatch. If
+            slices differ in length, each call may return more of it than it gets; then this is
+            empty.
         home: the devices of the stage, a `Home` or names of TensorFlow devices.
         dtypes: for each of `theta` the dtype of computation; by default the pipeline's
             `compute_dtype`.
@@ -261,12 +264,25 @@ class Slice:
     """The part of its sequences that a stage's function gets.
 
     Attributes:
-        index: int64 scalar, from 0; a slice of `n` positions begins at position `index * n`.
+        index: int64 scalar, from 0; of equal slices one of `n` positions begins at `index * n`.
         count: number of slices; 1 for whole sequences.
+        span: the positions of the slice if slices differ in length: the function is then traced
+            for each of them. None if one trace serves all slices.
     """
 
-    index: tf.Tensor
+    index: tf.Tensor | int
     count: int
+    span: Span | None = None
+
+    def begin(self, length: int) -> tf.Tensor | int:
+        """Returns the first position, in its sequence, of a slice of so many positions."""
+        if self.span is not None:
+            return self.span.begin
+        return 0 if self.count == 1 else self.index * length
+
+    def whole(self, length: int) -> int:
+        """Returns the length of the sequences whose slice has so many positions."""
+        return length * self.count if self.span is None else self.span.whole
 
 
 # And True if the carry belongs to one microbatch, so that it can be reset.
@@ -276,9 +292,11 @@ _current_call: contextvars.ContextVar[tuple[Slice, bool] | None] = contextvars.C
 
 
 @contextlib.contextmanager
-def calling_for(index: tf.Tensor, count: int, is_piece: bool = True) -> Iterator[None]:
+def calling_for(
+    index: tf.Tensor | int, count: int, is_piece: bool = True, span: Span | None = None
+) -> Iterator[None]:
     """Sets the slice that `current_slice` returns; `is_piece` is False for the whole batch."""
-    token = _current_call.set((Slice(index, count), is_piece))
+    token = _current_call.set((Slice(index, count, span), is_piece))
     try:
         yield
     finally:
@@ -323,7 +341,7 @@ def write_slice(past: tf.Tensor, new: tf.Tensor, dim: int) -> tf.Tensor:
     """
     sizes, own, piece = past.shape.as_list(), new.shape.as_list(), current_slice()
     length = own[dim] or 0
-    if None in own or [*own[:dim], length * piece.count, *own[dim + 1 :]] != sizes:
+    if None in own or [*own[:dim], piece.whole(length), *own[dim + 1 :]] != sizes:
         raise PipelineError(
             f"a slice of shape {new.shape} is written into {past.shape} along dim {dim}; give it "
             f"the same shape but for the length there, which is that of {piece.count} slices, all "
@@ -331,7 +349,7 @@ def write_slice(past: tf.Tensor, new: tf.Tensor, dim: int) -> tf.Tensor:
         )
     if piece.count == 1:
         return new
-    begin = piece.index * length
+    begin = tf.cast(piece.begin(length), tf.int64)
 
     def put(whole: tf.Tensor, part: tf.Tensor) -> tf.Tensor:
         before, after = _beside(whole, begin, length, dim)
@@ -365,6 +383,8 @@ def starting_anew(stage: Stage) -> Stage:
     initial = [
         None if isinstance(t, tf.TensorSpec) else tf.convert_to_tensor(t) for t in stage.carry
     ]
+    if not any(t is not None for t in initial):
+        return stage
 
     def forward(theta: Any, carry: Any, *rest: Any) -> Any:
         call = _current_call.get()

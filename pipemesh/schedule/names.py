@@ -10,6 +10,7 @@ from pipemesh.errors import ScheduleError
 from pipemesh.text import did_you_mean
 
 FILE = "file"
+EQUAL_WORK = "equal_work"
 SEARCHED = "list_schedule"
 
 
@@ -69,6 +70,7 @@ class ParsedName:
     stages_a_device: int | None = None  # The number after the colon, if any.
     rest: str = ""  # The path of a file.
     num_slices: int | None = None  # The number after the colon of a schedule with slices.
+    equal_work: bool = False  # Slices take the same work, instead of having the same length.
 
     def stages(self) -> int:
         """Returns the stages a device: the given number, or the schedule's default."""
@@ -100,16 +102,18 @@ def parse(text: object, for_layers: bool = False) -> ParsedName:
     if not colon:
         return ParsedName(name)
     known = NAMES.get(name)
+    equal_work = known is not None and known.num_slices > 1 and rest.endswith(f":{EQUAL_WORK}")
+    rest = rest.removesuffix(f":{EQUAL_WORK}") if equal_work else rest
     if known is None or not known.number:
         why = f"always has {known.stages_a_device} stages a device" if known else "takes no number"
         raise ScheduleError(f"schedule {text!r}: {word} {why}; write {word!r}")
     if not (rest.isascii() and rest.isdigit() and len(rest) < 10 and int(rest) > 0):
         raise ScheduleError(
             f"schedule {text!r}: {rest!r} is not a number of {known.number}; write for example "
-            f"'{word}:2'"
+            f"'{word}:2'" + (f" or '{word}:2:{EQUAL_WORK}'" if known.num_slices > 1 else "")
         )
     if known.num_slices > 1:
-        return ParsedName(name, num_slices=int(rest))
+        return ParsedName(name, num_slices=int(rest), equal_work=equal_work)
     return ParsedName(name, int(rest))
 
 
@@ -142,6 +146,8 @@ def help_text() -> str:
         default = known.num_slices if known.num_slices > 1 else known.stages_a_device
         number = f" ({default} by default)" if known.number else ""
         rows.append((_spelling(name), known.summary + number))
+        if known.num_slices > 1:
+            rows.append((f"{known.short}:Q:{EQUAL_WORK}", "the same on slices of equal work"))
     rows.append(("file:PATH", "a table of `pipemesh schedule --csv` or `--text`"))
     rows.append((SEARCHED, "searched for costs, by `pipemesh schedule` alone"))
     return "\n".join(f"  {spelling:44} {what}" for spelling, what in rows)

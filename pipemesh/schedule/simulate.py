@@ -33,6 +33,7 @@ def simulate(
     cores: float | None = None,
     loads: Loads = 1.0,
     crowding: float = 0.0,
+    slice_shares: Sequence[Sequence[float]] = (),
 ) -> Timeline:
     """Runs a schedule on devices that do nothing but wait for their next action.
 
@@ -62,6 +63,9 @@ def simulate(
             device computes by itself.
         loads: with `cores`, the cores that an action keeps busy when it is alone; 0 for one that
             only waits.
+        slice_shares: for each stage the durations of its slices, first to last, as multiples of
+            those in `costs`, which are then means. Piece `p` of a table is slice `p` modulo their
+            number. Empty if all slices take the same.
         crowding: with `cores`, from 0, where threads of several devices are spread over the
             cores, to 1, where they lie there at random.
 
@@ -93,6 +97,16 @@ def simulate(
         return [[values[code // num_pieces] for code in codes] for codes in table.codes]
 
     durations = of_actions([value for kind in KINDS for value in by_kind[kind]])
+    if slice_shares:
+        _check_slice_shares(slice_shares, schedule)
+        durations = [
+            [
+                duration * shares[code % num_pieces % len(shares)]
+                for duration, code in zip(row, codes, strict=True)
+                for shares in [slice_shares[code // num_pieces % schedule.num_stages]]
+            ]
+            for row, codes in zip(durations, table.codes, strict=True)
+        ]
     # Outputs of stage s cross the boundary above s, gradients the one below.
     above, below = stage_costs.transfer, (0.0, *stage_costs.transfer[:-1])
     lags = [lag for goes_up in _GOES_UP for lag in (above if goes_up else below)]
@@ -192,6 +206,20 @@ def run_table(
     if any(tick < len(codes) for tick, codes in zip(position, table.codes, strict=True)):
         raise deadlock_error(schedule, table, position)
     return starts, ends
+
+
+def _check_slice_shares(shares: Sequence[Sequence[float]], schedule: Schedule) -> None:
+    """Checks that each stage has as many shares, and that these divide the pieces."""
+    counts = {len(of_stage) for of_stage in shares}
+    count = counts.pop() if len(counts) == 1 else 0
+    if len(shares) != schedule.num_stages or not count or schedule.num_pieces % count:
+        raise ScheduleError(
+            f"slice_shares has {len(shares)} rows of {', '.join(str(len(s)) for s in shares)} "
+            f"numbers. Give {schedule.num_stages} rows, one a stage, each with one number a slice"
+        )
+    for of_stage in shares:
+        for share in of_stage:
+            check_number("a share of a slice", share)
 
 
 class _SharedCores:

@@ -85,6 +85,14 @@ class Attending(named.Masked):
         return super().FProp(theta, x, labels, weights, nothing)
 
 
+def attended(p, shape):
+    """Returns what the attention of `Attending` counts."""
+    return p.attention_tpl.cls.FPropMeta(p.attention_tpl, shape).flops
+
+
+named.counts(Attending, 2 * 2 * named.WIDTH * 8, attended)
+
+
 class Plan:
     """A random plan of a random stack.
 
@@ -155,6 +163,8 @@ class Plan:
         # Weights of attention differ by more than can be told from a mistake.
         if self.attention is None and draw.random() < 0.2:
             self.options["fprop_dtype"] = tf.bfloat16
+        if self.options["schedule"].startswith("seq1f1b:") and draw.random() < 0.5:
+            self.options["schedule"] += ":equal_work"
 
     def __str__(self) -> str:
         kind = "named" if self.is_named else "dense"

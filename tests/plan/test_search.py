@@ -63,6 +63,16 @@ def test_sequences_are_cut_where_all_layers_can_be_given_slices():
     assert "seq" not in search(figures(), SearchSpace(2, 1))[0].plan.schedule
 
 
+def test_slices_of_equal_work_are_tried_where_work_grows():
+    known = figures(positions=6)
+    layers = [dataclasses.replace(layer, row_work=(1.0, 3.0)) for layer in known.layers]
+    known = dataclasses.replace(known, layers=tuple(layers))
+    found = {each.schedule for each in candidates(known, SearchSpace(2, 4))}
+    wanted = {"seq1f1b:2", "seq1f1b:2:equal_work", "seq1f1b:4:equal_work"}
+    assert {name for name in found if name.startswith("seq")} == wanted
+    assert search(known, SearchSpace(2, 1))[0].plan.schedule == "seq1f1b:4:equal_work"
+
+
 def test_nothing_is_split_that_cannot_be():
     assert {each.model for each in candidates(figures(), SearchSpace(8, 16))} == {1}
     # Slices are equal: 6 heads are not for four devices, nor 4 in one layer and 6 in another.

@@ -53,6 +53,8 @@ def test_the_number_of_slices_may_stand_in_the_name():
         wanted = seq_one_f_one_b(2, 4, slices)
         assert build(spelling, 2, 4) == ScheduleSpec.from_text(spelling).build(2, 4) == wanted
         assert build(spelling, 2, 4, 1) == wanted
+    assert build("seq1f1b:2:equal_work", 2, 4) == build("seq1f1b:2", 2, 4)
+    assert parse("seq1f1b:2:equal_work").equal_work and not parse("seq1f1b:2").equal_work
     with pytest.raises(ScheduleError, match="num_virtual_stages is 2, but seq_one_f_one_b alway"):
         build("seq1f1b:2", 2, 4, 2)
 
@@ -73,6 +75,8 @@ def test_the_number_of_slices_may_stand_in_the_name():
         ),
         ("interleaved:0", "'0' is not a number of stages a device"),
         ("seq1f1b:x", "'x' is not a number of slices; write for example 'seq1f1b:2'"),
+        ("seq1f1b:2:even", "write for example 'seq1f1b:2' or 'seq1f1b:2:equal_work'"),
+        ("interleaved:2:equal_work", "'2:equal_work' is not a number of stages a device"),
         (None, "a schedule has a text as name, not None; there are gpipe"),
     ],
 )

@@ -24,7 +24,7 @@ from pipemesh.layers.named.named_layer import (
     whole_dims,
     whole_names,
 )
-from pipemesh.layers.named.past import Past, current_past, first_position
+from pipemesh.layers.named.past import Past, current_past, first_position, past_length
 from pipemesh.layers.named.scope import current_lowering
 from pipemesh.layers.named.split_attention import Ring, count_zigzag, ring_attention, zigzag
 from pipemesh.layers.named.tally import Tally, Value
@@ -420,7 +420,8 @@ class Attention(NamedLayer):
             return block_attention(q * scale, k, v, segments, **options)
 
         length = static_sizes(keys[0])[1 if cache is None else 2]
-        flops = _attended_flops(p, q.layout.slice_shape, length, cache is not None)
+        begin = past_length() if past is not None else 0
+        flops = _attended_flops(p, q.layout.slice_shape, length, cache is not None, begin)
         with operation("attention", [q, *sources]):
             slices = lowering.map(local, *operands, flops=flops)
         return Tensor(lowering, slices, q.shape)
@@ -623,7 +624,8 @@ class Attention(NamedLayer):
             for x, cut in zip((q, k), cuts, strict=True)
         ]
         attended = tally.made(q.shape, q)
-        flops = _attended_flops(p, tally.slice_sizes(q), tally.slice_sizes(k)[1], False)
+        begin, length = past_length(), tally.slice_sizes(k)[1]
+        flops = _attended_flops(p, tally.slice_sizes(q), begin + length, False, begin)
         tally.work("attention", operands, attended, flops)
         sums = tally.made(Shape((*padded[0], heads)), q, tf.float32)
         tally.keep(q, k, v, attended, sums)
@@ -692,14 +694,20 @@ class Attention(NamedLayer):
         return attended
 
 
-def _attended_flops(p: Any, queries: Sequence[int], length: int, is_cached: bool) -> int:
-    """Returns the flops of scores and means, given sizes of queries and the number of keys."""
+def _attended_flops(
+    p: Any, queries: Sequence[int], length: int, is_cached: bool, begin: int = 0
+) -> int:
+    """Returns the flops of scores and means, given sizes of queries and the number of keys.
+
+    The first query is `begin` positions after the first key.
+    """
     batch, number, heads, head_dim = queries
     pairs = number * length
     if not is_cached:
         cuts = [Blocks.of(size, p.block_size) for size in (number, length)]
         # A cache of decoding is not cut, and its unseen tokens are computed too.
-        pairs = len(Sight(p.causal, p.window).pairs(*cuts)) * cuts[0].size * cuts[1].size
+        met = Sight(p.causal, p.window).pairs(cuts[0], cuts[1], begin)
+        pairs = len(met) * cuts[0].size * cuts[1].size
     return 2 * product_flops([batch, heads, pairs, head_dim])
 
 

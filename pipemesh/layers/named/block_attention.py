@@ -69,10 +69,17 @@ class Sight:
             seen = near if seen is None else seen & near
         return seen
 
-    def pairs(self, queries: Blocks, keys: Blocks) -> list[tuple[int, int]]:
-        """Returns each block of queries with the blocks of keys that it may see, in order."""
-        pairs = itertools.product(range(queries.number), range(keys.number))
-        return [(i, j) for i, j in pairs if self._meet(*_distances(queries, i, keys, j))]
+    def pairs(self, queries: Blocks, keys: Blocks, offset: int = 0) -> list[tuple[int, int]]:
+        """Returns each block of queries with the blocks of keys that it may see, in order.
+
+        The first query is `offset` positions after the first key.
+        """
+        met: list[tuple[int, int]] = []
+        for i, j in itertools.product(range(queries.number), range(keys.number)):
+            least, most = _distances(queries, i, keys, j)
+            if self._meet(least + offset, most + offset):
+                met.append((i, j))
+        return met
 
     def pairs_at(self, offset: tf.Tensor, queries: Blocks, keys: Blocks) -> tf.Tensor:
         """Returns the same, `[pairs, 2]`, for queries that are `offset` positions behind."""
@@ -162,7 +169,7 @@ def block_attention(
     sight: Sight = CAUSAL,
     cap: float | None = None,
     key_segments: tf.Tensor | None = None,
-    offset: tf.Tensor | None = None,
+    offset: tf.Tensor | int | None = None,
 ) -> tf.Tensor:
     """Averages the values that each query sees: those of its segment within its sight.
 
@@ -170,8 +177,8 @@ def block_attention(
     kv_heads, dim]`: `heads / kv_heads` neighbouring heads share one. Segments are `[batch, length]`
     int32; only padding is negative. Keys have those of the queries, or their own. Queries without
     segments have 0. One that sees nothing has zeros. Scores are limited by `cap`, then the table
-    `[buckets, heads]` is added. With `offset`, an int32 scalar, the first query is as many
-    positions after the first key. Only first derivatives are available.
+    `[buckets, heads]` is added. With `offset`, an int or an int32 scalar, the first query is as
+    many positions after the first key. Only first derivatives are available.
     """
     attend = BlockAttention(q, k, segments, key_segments, block_size, sight, cap, buckets, offset)
     inputs = [q, k, v] if table is None else [q, k, v, table]
@@ -211,7 +218,7 @@ class BlockAttention:
         sight: Sight,
         cap: float | None,
         buckets: Buckets | None,
-        offset: tf.Tensor | None = None,
+        offset: tf.Tensor | int | None = None,
     ) -> None:
         self.queries, self.keys = (Blocks.of(static_sizes(x)[1], block_size) for x in (q, k))
         # Queries are not before what the last block has behind the sequence.
@@ -347,8 +354,8 @@ class BlockAttention:
 
     def _over_pairs(self, body: Any, *state: _Rows) -> Any:
         """Applies `body(i, j, *state)` to all pairs of blocks, one after the other."""
-        if self.offset is None:
-            pairs = self.sight.pairs(self.queries, self.keys)
+        if self.offset is None or isinstance(self.offset, int):
+            pairs = self.sight.pairs(self.queries, self.keys, self.offset or 0)
             first, second = (tf.constant(numbers) for numbers in zip(*pairs, strict=True))
             number: Any = len(pairs)
         else:

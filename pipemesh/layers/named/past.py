@@ -27,7 +27,8 @@ class Past:
     Args:
         kept: for each path keys, values and segments. Of each there is one tensor for each slice
             but the last, `[batch, length, ...]` on each processor; those of the current slice and
-            of later ones are undefined.
+            of later ones are undefined. If slices differ in length, there are those of the earlier
+            slices alone.
     """
 
     def __init__(self, kept: Mapping[str, Sequence[Sequence[Slices]]]) -> None:
@@ -39,7 +40,7 @@ class Past:
 
         Returns:
             Those of whole sequences. Behind the current slice they repeat it; causal attention does
-            not see that.
+            not see that. If slices differ in length, they end with the current slice.
 
         Raises:
             PipelineError: the layer is called a second time for a slice.
@@ -51,6 +52,11 @@ class Past:
             )
         self._extended.add(path)
         lowering, held, found = current_lowering(), self.kept[path], list[Slices]()
+        if current_slice().span is not None:
+            for number, tensor in enumerate(new):
+                parts = held[number] = [*held[number], tensor]
+                found.append(lowering.map(_joined, *parts) if len(parts) > 1 else tensor)
+            return found
         for number, tensor in enumerate(new):
             parts = lowering.map_to_several(_extended, tensor, *held[number])
             # The parts of whole sequences, then those for the next slice.
@@ -126,10 +132,16 @@ def current_past() -> Past | None:
 
 def first_position(length: int) -> tf.Tensor | int:
     """Returns the position in its sequence, int32, of the first token of a slice of `length`."""
-    piece = current_slice()
-    return 0 if piece.count == 1 else tf.cast(piece.index * length, tf.int32)
+    begin = current_slice().begin(length)
+    return begin if isinstance(begin, int) else tf.cast(begin, tf.int32)
 
 
 def whole_length(length: int) -> int:
     """Returns the length of the sequences whose slices have a length."""
-    return length * current_slice().count
+    return current_slice().whole(length)
+
+
+def past_length() -> int:
+    """Returns the positions before a slice if that is known, of slices that differ in length."""
+    span = current_slice().span
+    return 0 if span is None else span.begin

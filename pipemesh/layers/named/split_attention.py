@@ -76,7 +76,7 @@ class Ring:
 
         def computed(sight: Sight, queries: int, keys: int) -> int:
             cuts = [Blocks.of(size, self.block_size) for size in (queries, keys)]
-            return len(sight.pairs(*cuts)) * cuts[0].size * cuts[1].size
+            return len(sight.pairs(cuts[0], cuts[1])) * cuts[0].size * cuts[1].size
 
         later = computed(EVERYTHING, self.queries, self.keys)
         if self.is_zigzag:

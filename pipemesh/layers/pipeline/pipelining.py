@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import lingvo.compat as tf
-from lingvo.core import py_utils
+from lingvo.core import py_utils, tshape
 
-from pipemesh.errors import PipelineError
+from pipemesh.errors import PipelineError, PlanError
 from pipemesh.layers.check_params import check_theta, is_rest
-from pipemesh.layers.feature_extraction import to_tuple
+from pipemesh.layers.feature_extraction import is_stage, to_tuple
 from pipemesh.layers.named.scope import exported
 from pipemesh.layers.pipeline.accumulators import carried, finish_carries, first_carry
 from pipemesh.layers.pipeline.losses import (
@@ -25,7 +25,7 @@ from pipemesh.layers.pipeline.losses import (
 )
 from pipemesh.layers.pipeline.seq_layer import SeqLayer
 from pipemesh.layers.pipeline.simd_stack import SimdStack
-from pipemesh.layers.pipeline.slices import PastOfStage, check_takes_slices
+from pipemesh.layers.pipeline.slices import PastOfStage, check_takes_slices, row_work
 from pipemesh.layers.pipeline.stack_plan import checked_plan, define_pipelining, plan_of, set_plan
 from pipemesh.layers.pipeline.stage import StageStructure, StageWeights, handed_over
 from pipemesh.layers.pipeline.weights import (
@@ -41,6 +41,7 @@ from pipemesh.layers.step_seed import (
     whole_batch_randomness,
 )
 from pipemesh.plan import Plan
+from pipemesh.plan.slices import Progress, equal_work_lengths
 from pipemesh.recurrent import (
     DeviceMemory,
     Home,
@@ -58,7 +59,11 @@ from pipemesh.recurrent.options import INITIAL_SCALE, Clock
 from pipemesh.recurrent.passes.captures import check_fresh
 from pipemesh.recurrent.stage import current_devices
 from pipemesh.recurrent.table.run import with_loss
-from pipemesh.recurrent.table.validation import cutting_of, microbatch_size
+from pipemesh.recurrent.table.validation import (
+    cutting_of,
+    microbatch_size,
+    sequence_length,
+)
 from pipemesh.recurrent.watch.explain import explain
 from pipemesh.schedule import Schedule
 
@@ -119,6 +124,8 @@ class PipeliningLayer(SeqLayer):
         super().__init__(params)
         # The functions that eager calls have traced.
         self._eager_runs: dict[Any, Any] = {}
+        # The lengths of slices of equal work, by the shapes of the inputs.
+        self._lengths_by_shapes: dict[str, tuple[int, ...]] = {}
         # Set it to an ActionClock or Marks before a graph is built to time its actions.
         self.clock: Clock | None = None
         # Set it before a graph is built to locate values that are not finite.
@@ -359,7 +366,7 @@ class PipeliningLayer(SeqLayer):
         """Returns the stages as pure functions; their tracing fills `structures`."""
         structures[:] = [structure] + [None] * len(thetas)
         cells = zip(self.stage_names, weights, homes, strict=True)
-        pasts = self._pasts(homes, inputs)
+        pasts = self._pasts(homes, inputs, structure.pack_arguments([*inputs]))
         return [
             Stage(
                 name=name,
@@ -372,7 +379,7 @@ class PipeliningLayer(SeqLayer):
                 copies=stage_weights.copies,
                 fetched=stage_weights.fetched,
                 arrivals=lambda i=i: structures[i].arrivals(),
-                recurrent=past is not None and bool(past.specs),
+                recurrent=past is not None and past.is_handed_on,
                 takes_slices=past is not None,
                 carry_places=None if past is None else past.places,
             )
@@ -380,16 +387,15 @@ class PipeliningLayer(SeqLayer):
         ]
 
     def _pasts(
-        self, homes: Sequence[Home], inputs: Sequence[tf.Tensor]
+        self, homes: Sequence[Home], inputs: Sequence[tf.Tensor], args: tuple[Any, ...]
     ) -> Sequence[PastOfStage | None]:
         """Returns what each stage hands on from slice to slice, None if there are no slices."""
         p = self.params
         if self.schedule.num_slices == 1:
             return [None] * len(homes)
-        cutting = cutting_of(
-            inputs, self.schedule, p.batch_dim, self._sequence_dim, homes[0].num_replicas
-        )
-        sizes = cutting.part_size, cutting.slice_size, cutting.num_slices
+        dims, lengths = (p.batch_dim, self._sequence_dim), self._slice_lengths(args)
+        cutting = cutting_of(inputs, self.schedule, *dims, homes[0].num_replicas, lengths)
+        sizes = cutting.part_size, cutting.slice_size, cutting.num_slices, bool(cutting.lengths)
         pasts: list[PastOfStage] = []
         for number, (name, home) in enumerate(zip(self.stage_names, homes, strict=True)):
             with self.stage_lowerings[number].on(home.replica(0)):
@@ -400,6 +406,32 @@ class PipeliningLayer(SeqLayer):
     def _sequence_dim(self) -> int:
         return 0 if self.params.batch_dim else 1
 
+    def _slice_lengths(self, args: tuple[Any, ...]) -> tuple[int, ...]:
+        """Returns the positions of each slice if the plan's slices take the same work."""
+        p, plan = self.params, self._checked_plan
+        if not plan.has_slices_of_equal_work:
+            return ()
+        tensors = [t for t in tf.nest.flatten(args) if t is not None]
+        dim = self._sequence_dim
+        length = sequence_length(tensors, plan.table.num_slices, p.batch_dim, dim)
+        key = repr([None if t is None else t.shape for t in args])
+        if key not in self._lengths_by_shapes:
+            shapes = [None if t is None else tshape.Shape(t.shape.as_list()) for t in args]
+            layers = [
+                layer for cell in p.cell_tpl for layer in (cell.sub if is_stage(cell) else [cell])
+            ]
+            work = row_work(p.name, layers, shapes, dim)
+            progress = Progress([sum(parts) for parts in zip(*work, strict=True)])
+            axis = plan.layout.axis("length")
+            # Devices that split positions get the same number of them.
+            multiple = 1 if axis is None else plan.mesh.size(axis)
+            try:
+                found = equal_work_lengths(progress, length, plan.table.num_slices, multiple)
+            except PlanError as error:
+                raise PipelineError(f"{p.name}: {error}") from error
+            self._lengths_by_shapes[key] = found
+        return self._lengths_by_shapes[key]
+
     def _options(
         self, args: tuple[Any, ...], inputs: Sequence[tf.Tensor], eagerly: bool
     ) -> Options:
@@ -408,6 +440,7 @@ class PipeliningLayer(SeqLayer):
         return Options(
             batch_dim=p.batch_dim,
             sequence_dim=self._sequence_dim,
+            slice_lengths=self._slice_lengths(args),
             # A plan has no more than the name of a policy that is Python code.
             remat=p.remat if remat.is_custom else remat,
             loop=p.loop,

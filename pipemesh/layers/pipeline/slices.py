@@ -7,13 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
-from lingvo.core import py_utils
+from lingvo.core import py_utils, tshape
 
 from pipemesh.backend.static_shape import num_bytes
 from pipemesh.errors import PipelineError
 from pipemesh.layers.feature_extraction import all_layers
 from pipemesh.layers.named import NamedLayer, current_lowering
 from pipemesh.layers.named.past import Past, past_scope
+from pipemesh.lowering.lowering import Slices
+from pipemesh.plan.slices import Span
+from pipemesh.recurrent import current_slice
+from pipemesh.recurrent.stage import calling_for
 
 
 def takes_slices(layer: Any) -> bool:
@@ -64,6 +68,54 @@ def sliced_positions(stages: Sequence[Any], shapes: Any) -> int:
     return lengths.pop() if len(lengths) == 1 else 0
 
 
+# Equal parts of a row that are counted for `row_work`.
+_PARTS = 16
+
+
+def row_work(
+    name: str, layers: Sequence[Any], shapes: Sequence[Any], dim: int = 1
+) -> list[list[float]]:
+    """Returns for each layer its work in equal parts of a row, first to last.
+
+    Work is the flops that layers count (`FPropMeta`), given the positions before each part.
+
+    Args:
+        name: the stack, for errors.
+        layers: params of the layers, first to last.
+        shapes: a `tshape.Shape` of each input of the first layer, or None.
+        dim: the dim of positions.
+
+    Raises:
+        PipelineError: a layer does not count its work.
+    """
+    sizes = [None if shape is None else shape.ToTensorShape().as_list() for shape in shapes]
+    length = next(size[dim] for size in sizes if size is not None and len(size) > dim)
+    count = min(_PARTS, length)
+    work: list[list[float]] = [[] for _ in layers]
+    for number in range(count):
+        begin, end = (length * i // count for i in (number, number + 1))
+        given: Sequence[Any] = []
+        for size in sizes:
+            if size is not None and len(size) > dim:
+                size = [*size[:dim], end - begin, *size[dim + 1 :]]
+            given = [*given, None if size is None else tshape.Shape(size)]
+        with calling_for(number, count, span=Span(begin, length)):
+            for layer, parts in zip(layers, work, strict=True):
+                try:
+                    meta = layer.cls.FPropMeta(layer, *given)
+                except Exception as error:
+                    raise PipelineError(
+                        f"{name}: slices of equal work are cut by the work that layers count, and "
+                        f"layer {layer.name!r} ({layer.cls.__name__}) cannot count its own "
+                        f"({type(error).__name__}: {error}). Give it an FPropMeta, or use slices "
+                        "of equal length, such as seq1f1b:4"
+                    ) from error
+                # Parts differ by a position if these do not divide.
+                parts.append(float(meta.flops) / (end - begin) * length / count)
+                given = meta.out_shapes
+    return work
+
+
 def past_bytes(stage: Any, length: int) -> int:
     """Returns the bytes that a row of so many positions hands on from slice to slice."""
     return num_bytes(PastOfStage(stage, 1, length, 2).specs) if length else 0
@@ -73,11 +125,16 @@ class PastOfStage:
     """The carry of a stage: the tensors that its attention hands on from slice to slice.
 
     For each layer of attention, in order, there are keys, values and segments, and of each one
-    tensor for each slice but the last, and for each device of a replica.
+    tensor for each slice but the last, and for each device of a replica. If slices differ in
+    length, the carry grows: it begins with nothing, and each slice but the last adds a tensor for
+    each of these, behind those of the slices before.
     """
 
-    def __init__(self, stage: Any, rows: int, length: int, num_slices: int) -> None:
+    def __init__(
+        self, stage: Any, rows: int, length: int, num_slices: int, grows: bool = False
+    ) -> None:
         # `length` is that of a slice. Call it under the lowering of the stage.
+        self._grows = grows
         named = [layer for layer in all_layers(stage) if isinstance(layer, NamedLayer)]
         specs = {layer.path: layer.PastSpecs(rows, length) for layer in named}
         self._specs = {path: of_layer for path, of_layer in specs.items() if of_layer}
@@ -88,12 +145,18 @@ class PastOfStage:
             for spec in of_layer
             for _ in range(self._parts)
         ]
+        self.is_handed_on = bool(every)
+        every = [] if grows else every
         self.specs = [spec for spec in every for _ in range(self._number)]
         self.places = [place for _ in every for place in range(self._number)]
 
     @contextlib.contextmanager
     def scope(self, carry: Sequence[tf.Tensor]) -> Iterator[Callable[[], list[tf.Tensor]]]:
         """Makes layers inside continue a carry; yields a function that returns the new one."""
+        if self._grows:
+            with self._growing(carry) as extended:
+                yield extended
+            return
         rest = iter(carry)
 
         def of_slice() -> tuple[tf.Tensor, ...]:
@@ -111,3 +174,34 @@ class PastOfStage:
                 for slices in parts
                 for tensor in slices
             ]
+
+    @contextlib.contextmanager
+    def _growing(self, carry: Sequence[tf.Tensor]) -> Iterator[Callable[[], list[tf.Tensor]]]:
+        """Returns `scope` for slices that differ in length."""
+        names = [(path, i) for path, of_layer in self._specs.items() for i in range(len(of_layer))]
+        of_slice = len(names) * self._number
+        kept: dict[str, list[list[Slices]]] = {
+            path: [[] for _ in of_layer] for path, of_layer in self._specs.items()
+        }
+        count = len(carry) // of_slice if of_slice else 0
+        rest = iter(carry)
+        for path, i in names * count:
+            kept[path][i].append(tuple(next(rest) for _ in range(self._number)))
+
+        def extended() -> list[tf.Tensor]:
+            if current_slice().span is None or count == self._parts:
+                # No slice needs those of the last one.
+                return []
+            added: list[tf.Tensor] = []
+            for path, i in names:
+                parts = past.kept[path][i]
+                if len(parts) > count:
+                    added += parts[count]
+                    continue
+                # Tokens have no segments.
+                keys, dtype = past.kept[path][0][count], self._specs[path][i].dtype
+                added += current_lowering().map(lambda _, d=dtype: tf.zeros([0], d), keys)
+            return [*carry, *added]
+
+        with past_scope(Past(kept)) as past:
+            yield extended

@@ -7,12 +7,14 @@ parts are in the order of the replicas.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from pipemesh.backend.static_shape import static_sizes
+from pipemesh.plan.slices import Span
 from pipemesh.recurrent.stage import Stage
 from pipemesh.schedule import Action
 
@@ -31,6 +33,27 @@ class Cutting:
     num_slices: int = 1
     slice_size: int = 0  # positions; 0 for whole sequences
     sequence_dim: int = 1
+    lengths: tuple[int, ...] = ()  # of the slices, if they differ
+    span: Span | None = None  # the slice that it is for, one of `of_slices`
+
+    @property
+    def of_slices(self) -> list[Cutting]:
+        """A cutting for each slice if they differ in length, otherwise this one for all."""
+        begins = itertools.accumulate(self.lengths, initial=0)
+        return [
+            dataclasses.replace(self, slice_size=length, span=Span(begin, self.length))
+            for begin, length in zip(begins, self.lengths, strict=False)
+        ] or [self]
+
+    @property
+    def length(self) -> int:
+        """The positions of a whole sequence; 0 if sequences are not sliced."""
+        return sum(self.lengths) or self.slice_size * self.num_slices
+
+    @property
+    def slice_lengths(self) -> Sequence[int]:
+        """The positions of each slice."""
+        return self.lengths or [self.slice_size] * self.num_slices
 
     @property
     def num_pieces(self) -> int:
@@ -104,10 +127,11 @@ class Cutting:
 
 def split(tensor: tf.Tensor, cutting: Cutting) -> list[list[tf.Tensor]]:
     """Returns for each piece the parts of its replicas."""
-    rows = _equal_parts(tensor, cutting.num_parts, cutting.batch_dim)
+    examples = [cutting.part_size] * cutting.num_parts
+    rows = _parts(tensor, examples, cutting.batch_dim)
     slices, is_sliced = cutting.num_slices, cutting.is_sliced(tensor.shape)
     columns = [
-        _equal_parts(row, slices, cutting.sequence_dim) if is_sliced else [row] * slices
+        _parts(row, cutting.slice_lengths, cutting.sequence_dim) if is_sliced else [row] * slices
         for row in rows
     ]
     return [
@@ -117,13 +141,12 @@ def split(tensor: tf.Tensor, cutting: Cutting) -> list[list[tf.Tensor]]:
     ]
 
 
-def _equal_parts(tensor: tf.Tensor, number: int, axis: int) -> list[tf.Tensor]:
+def _parts(tensor: tf.Tensor, sizes: Sequence[int], axis: int) -> list[tf.Tensor]:
     if tensor.dtype.is_floating or tensor.dtype.is_complex:
-        return tf.split(tensor, number, axis=axis)
+        return tf.split(tensor, len(sizes) if len({*sizes}) == 1 else [*sizes], axis=axis)
     # GPUs have no kernel of `Split` for integers and booleans.
-    size = static_sizes(tensor)[axis] // number
-    before = [slice(None)] * axis
-    return [tensor[(*before, slice(i * size, (i + 1) * size))] for i in range(number)]
+    before, ends = [slice(None)] * axis, itertools.accumulate(sizes, initial=0)
+    return [tensor[(*before, slice(a, b))] for a, b in itertools.pairwise(ends)]
 
 
 def parts(

@@ -63,15 +63,16 @@ class TracedStage:
         what = f"stage {stage.name!r}"
 
         def position(part: tf.Tensor, whole: WholeDraws | None = None) -> Position:
-            parts, size = cutting.num_parts, cutting.part_size
-            return Position(part, parts, size, whole, cutting.num_slices, cutting.slice_size)
+            parts, size, count = cutting.num_parts, cutting.part_size, cutting.num_slices
+            length = cutting.slice_size
+            return Position(part, parts, size, whole, count, length, span=cutting.span)
 
-        replicas, slices = cutting.replicas, cutting.num_slices
+        replicas, slices = cutting.replicas, (cutting.num_slices, cutting.span)
         try:
-            self._trace = trace(stage, inputs, has_step, replicas, position, slices)
+            self._trace = trace(stage, inputs, has_step, replicas, position, *slices)
         except NeedWholeDraws:
             known = functools.partial(position, whole=whole_draws())
-            self._trace = trace(stage, inputs, has_step, replicas, known, slices)
+            self._trace = trace(stage, inputs, has_step, replicas, known, *slices)
         graph, self.replicas = self._trace.function.graph, self._trace.replicas
         if stage.of_home.group > 1:
             for number, replica in enumerate(self.replicas):
@@ -110,7 +111,7 @@ class TracedStage:
         self.summaries = replicas[-1].summaries
         self.inputs = [t.name for replica in replicas for t in replica.inputs]
         self.output_specs = specs_of(self.replicas[0].outputs)
-        carry = self._find_carry()
+        carry = self._find_carry(cutting)
         self._replicas: dict[str, int] = {}
         # Of placeholders of arguments the index of the device in a replica.
         self._argument_places: dict[str, int] = {}
@@ -136,19 +137,23 @@ class TracedStage:
             carry=carry,
         )
 
-    def _find_carry(self) -> list[Any]:
+    def _find_carry(self, cutting: Cutting) -> list[Any]:
         """Finds names and places of the carry; returns its values before the first microbatch."""
         stage, count, replicas = self.given, len(self.given.carry), self.replicas
+        # A stage that is traced for each slice may hand on more than it gets.
+        grows = cutting.span is not None and stage.recurrent
+        count_out = len(replicas[0].handed_on) if grows else count
         # Replicas of a recurrent stage have their own carry, but hand on summaries.
         self.num_own = count if stage.recurrent else 0  # each
+        self.num_handed_on = count_out if stage.recurrent else 0
         starts = replicas if stage.recurrent else replicas[:1]
         ends = replicas if stage.recurrent else replicas[-1:]
         with tf.device(stage.device):
             summed = [] if self.summaries is None else [tf.constant("")]
         self.carry = [t.name for r in starts for t in r.carry[:count]]
         self.carry += [t.name for t in replicas[0].carry[count:]]
-        self.carry_out = [t.name for r in ends for t in r.carry_out[:count]]
-        self.carry_out += [t.name for t in replicas[-1].carry_out[count:]]
+        self.carry_out = [t.name for r in ends for t in r.carry_out[:count_out]]
+        self.carry_out += [t.name for t in replicas[-1].carry_out[count_out:]]
         places = stage.carry_places or [0] * count
         # Of each tensor of the carry the index of its device in the home.
         self.carry_places = [
@@ -162,6 +167,14 @@ class TracedStage:
                 is_unset = isinstance(value, tf.TensorSpec)
                 carry.append(tf.zeros(value.shape, value.dtype) if is_unset else value)
         self.carry_places += [0 for _ in summed]
+        self.carry_out_places = self.carry_places
+        if grows:
+            home, devices = stage.of_home, [t.device for r in ends for t in r.handed_on]
+            numbers = [number for number in range(len(ends)) for _ in range(count_out)]
+            self.carry_out_places = [
+                place_of(home, number, device)
+                for number, device in zip(numbers, devices, strict=True)
+            ] + [0 for _ in summed]
         return [*carry, *summed]
 
     def handed(self, number: int) -> list[tuple[str, str]]:
@@ -169,7 +182,7 @@ class TracedStage:
         if not number:
             return []
         taken = self.replicas[number].carry[self.num_own :]
-        given = self.replicas[number - 1].carry_out[self.num_own :]
+        given = self.replicas[number - 1].carry_out[self.num_handed_on :]
         return [(a.name, b.name) for a, b in zip(taken, given, strict=True)]
 
     def differentiate(
@@ -188,7 +201,7 @@ class TracedStage:
                     self._captured,
                     live,
                     number * len(self.output_specs),
-                    number * self.num_own,
+                    number * self.num_handed_on,
                     frozen,
                     to_inputs,
                 )

@@ -15,6 +15,7 @@ from pipemesh.backend.operation_kinds import SUMMARIES
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.backend.structure import Gradient, is_differentiable
 from pipemesh.errors import PipelineError
+from pipemesh.plan.slices import Span
 from pipemesh.randomness import plan_free_randomness
 from pipemesh.randomness.example_flow import DrawsOfStage, labels_of_batch
 from pipemesh.randomness.scope import (
@@ -181,6 +182,11 @@ class Replica:
         """Returns the carry without summaries."""
         return self.carry if self.summaries is None else self.carry[:-1]
 
+    @property
+    def handed_on(self) -> list[tf.Tensor]:
+        """Returns the carry for the next microbatch or replica, without summaries."""
+        return self.carry_out if self.summaries is None else self.carry_out[:-1]
+
     def copy_captured(self, graph: tf.Graph, captured: Sequence[Captured]) -> None:
         """Gives the replica its own placeholders for captured weights."""
         with graph.as_default():
@@ -219,9 +225,8 @@ class Replica:
             inputs = self.inputs if to_inputs else [None] * len(self.inputs)
             of_outputs = _grad_placeholders({first_output + i: self.outputs[i] for i in live})
             states = self.carried if stage.recurrent else []
-            of_carry_out = _grad_placeholders(
-                dict(enumerate(self.carry_out[: len(states)], first_carry))
-            )
+            handed_on = self.handed_on if stage.recurrent else []
+            of_carry_out = _grad_placeholders(dict(enumerate(handed_on, first_carry)))
             grads = _gradients(
                 [
                     *(self.outputs[i - first_output] for i in of_outputs),
@@ -344,6 +349,7 @@ def trace(
     # of a call's rows in the batch; None for all
     position: Callable[[tf.Tensor], Position] | None = None,
     num_slices: int = 1,
+    span: Span | None = None,  # the slice that the trace is for, if slices differ in length
 ) -> Trace:
     """Traces the forward pass of a stage, once per replica.
 
@@ -369,12 +375,13 @@ def trace(
                 if where is not None and where.num_microbatches * num_slices > 1:
                     tags.enter_context(tagged(stage.name, microbatch, replica, slice_index))
                 if slice_index is not None:
-                    tags.enter_context(calling_for(slice_index, num_slices, where is not None))
+                    is_piece = where is not None
+                    tags.enter_context(calling_for(slice_index, num_slices, is_piece, span))
                 outputs, carry_out = stage.forward(theta, carry, inputs, part, step)
             drawn.update(draws)
             # An output that is an input, or a tensor returned twice, gets its own name.
             outputs = [identity_beside(t) for t in outputs]
-            carry_out = [tf.identity(t) for t in carry_out]
+            carry_out = [(tf.identity if span is None else identity_beside)(t) for t in carry_out]
             summaries = Summaries.found(begin, replicas[-1].summaries if replicas else None)
             if summaries is not None:
                 carry, carry_out = [*carry, summaries.before], [*carry_out, summaries.after]
@@ -405,7 +412,9 @@ def trace(
             with replica_scope(stage.name, devices[0], replica), calling_on(devices):
                 replicas.append(call(number, theta, carry, own, microbatch, step))
                 # No gradient flows through it, as between microbatches.
-                carry = [tf.stop_gradient(t) for t in replicas[-1].carry_out[: len(stage.carry)]]
+                if not stage.recurrent:
+                    carried = replicas[-1].carry_out[: len(stage.carry)]
+                    carry = [tf.stop_gradient(t) for t in carried]
         _check_alike(stage.name, replicas)
         return [[*replica.outputs, *replica.carry_out] for replica in replicas]
 
@@ -474,7 +483,8 @@ def _trace_whole(stage: Stage, specs: Specs, has_step: bool, cutting: Cutting) -
     errors: list[Exception] = []
     for variant in cutting.for_whole_batch(stage):
         try:
-            return trace(variant, specs, has_step, num_slices=cutting.num_slices)
+            count, span = cutting.num_slices, cutting.span
+            return trace(variant, specs, has_step, num_slices=count, span=span)
         except PipelineError:
             raise
         except (ValueError, TypeError) as error:

@@ -139,13 +139,13 @@ def of_every_replica(stage: Stage) -> list[tf.Tensor]:
     return thetas
 
 
-def weights_of(traced: TracedStage) -> list[Weight]:
-    """Returns the weights of each replica of a stage.
+def weights_of(traced: TracedStage, thetas: Sequence[tf.Tensor]) -> list[Weight]:
+    """Returns the weights of each replica of a stage, given those `of_every_replica`.
 
     Actions share the fetched weights of a stage that `keeps_fetched`: these are fetched and joined
     here, once, and exist until the last action that takes them.
     """
-    stage, thetas = traced.stage, of_every_replica(traced.stage)
+    stage = traced.stage
     targets = [*map(traced.place, traced.weights)]
     if traced.keeps_fetched:
         tensors = traced.join(thetas)
@@ -205,6 +205,7 @@ class Machine:
         accumulator_dtypes: Sequence[Sequence[tf.DType | None]],
         options: Options,
         to_inputs: bool = True,  # whether the inputs get gradients
+        thetas: Sequence[list[tf.Tensor]] | None = None,  # of every replica, if made before
     ) -> None:
         self.stage_devices = schedule.stage_devices  # for each stage its row of the schedule
         self.inputs = inputs
@@ -231,6 +232,7 @@ class Machine:
             self.probes["backward"] = [
                 traced.backward_probes(number == 0) for number, traced in enumerate(self.traced)
             ]
+        self.thetas = thetas or [of_every_replica(stage) for stage in self._stages]
         # By stage. Those of stages that keep what they fetch belong to one graph.
         self._weights: dict[int, tuple[tf.Graph, list[Weight]]] = {}
         self._passes: dict[tuple[int, Mode], Passes] = {}
@@ -257,8 +259,10 @@ class Machine:
         for number, stage in enumerate(stages):
             places = stage.input_places(places)
             draws = functools.partial(draws_of, number)
-            # Else a device would hold the weights of several stages at once.
+            # Else a device would hold the weights of several stages at once, or of several graphs
+            # of one stage.
             is_alone = self.stage_devices.count(self.stage_devices[number]) == 1
+            is_alone &= cutting.span is None
             traced.append(TracedStage(stage, specs, cutting, has_step, draws, places, is_alone))
             specs, places = traced[-1].output_specs, traced[-1].output_places
         # A tensor without an incoming gradient gets none, not zeros.
@@ -328,7 +332,7 @@ class Machine:
             state.carry_grads[stage] = pinned(carried, traced.carry_places)
         if kind == "F":
             carry = by_name(results, traced.carry_out)
-            state.carries[stage] = pinned(carry, traced.carry_places)
+            state.carries[stage] = pinned(carry, traced.carry_out_places)
             # The carry from replica to replica delays only the operations that use it.
             if len(traced.replicas) > 1 and not traced.given.recurrent:
                 ends.pop()
@@ -398,7 +402,7 @@ class Machine:
         for number, traced in enumerate(self.traced):
             known, _ = self._weights.get(number, (None, []))
             if known is None or (traced.keeps_fetched and known is not graph):
-                self._weights[number] = graph, weights_of(traced)
+                self._weights[number] = graph, weights_of(traced, self.thetas[number])
 
     def _weights_for_action(self, stage: int, state: State) -> Tensors:
         """Returns the weights of each replica, for one action."""
@@ -415,14 +419,22 @@ class Machine:
             spec = traced.output_specs[i % len(traced.output_specs)]
             grad = arrived[i]
             grads.append(tf.zeros(spec.shape, spec.dtype) if grad is None else grad)
-        carried = self._filled(stage, values.state.carry_grads[stage])
-        return [*grads, *(carried[i] for i in traced.gradients.of_carry_out)]
+        carried = values.state.carry_grads[stage]
+        for i in traced.gradients.of_carry_out:
+            grad = carried[i]
+            if grad is None:
+                spec = traced.spec(traced.carry_out[i])
+                with tf.device(self._stages[stage].devices[traced.carry_out_places[i]]):
+                    grad = tf.zeros(spec.shape, spec.dtype)
+            grads.append(grad)
+        return grads
 
     def _filled(self, stage: int, carry_grads: Grads) -> list[Any]:
         """Returns the gradients of a recurrent stage's carry, zeros for missing ones."""
         filled = list(carry_grads)
         for i in self.traced[stage].gradients.of_carry_out:
-            if filled[i] is None:
+            # A stage that is traced for each slice may hand on more than it gets.
+            if i < len(filled) and filled[i] is None:
                 device = self._stages[stage].devices[self.traced[stage].carry_places[i]]
                 with tf.device(device):
                     filled[i] = tf.zeros_like(self._stages[stage].carry[i])

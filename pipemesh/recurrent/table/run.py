@@ -53,9 +53,11 @@ class ActionByAction:
         machine: Machine,
         state: State,
         modes: Mapping[tuple[int, int], Mode],
+        machines: Sequence[Machine] = (),  # for each slice its own, if slices differ in length
     ) -> None:
         self.state = state
         self._machine = machine
+        self._machines = machines or [machine]
         self._microbatch = 0
         self._modes = modes
         self._stages = machine.stages
@@ -66,16 +68,18 @@ class ActionByAction:
     def perform(self, actions: Sequence[Action]) -> None:
         """Performs actions in order."""
         self.state.forget_tokens_of_other_graphs()
-        self._machine.fetch()
+        for machine in self._machines:
+            machine.fetch()
         numbers: dict[tuple[int, str], tf.Tensor] = {}
         for action in actions:
             self._microbatch = action.microbatch
             mode = self._modes[action.stage, action.microbatch]
-            with self._machine.acting(f"action_{self._cutting.text(action)}", action.stage):
+            machine = self._machines[action.microbatch % len(self._machines)]
+            with machine.acting(f"action_{self._cutting.text(action)}", action.stage):
                 key = action.microbatch, self._stages[action.stage].device
                 if key not in numbers:
                     numbers[key] = tf.constant(action.microbatch, tf.int64)
-                self._machine.act(action.kind, action.stage, mode, numbers[key], self)
+                machine.act(action.kind, action.stage, mode, numbers[key], self)
 
     def read(self, kind: str, stage: int) -> list[Any]:
         """Returns a value of the current microbatch."""
@@ -272,7 +276,10 @@ class Checks:
                 rows = bad if cutting.batch_dim < cutting.sequence_dim else tf.transpose(bad)
                 bad = tf.reduce_any(rows, axis=1)
                 row = rows[tf.argmax(tf.cast(bad, tf.float32))]
-                slice_number = tf.argmax(tf.cast(row, tf.float32)) // cutting.slice_size
+                position = tf.argmax(tf.cast(row, tf.float32))
+                begins = tf.constant(list(itertools.accumulate(cutting.slice_lengths))[:-1])
+                passed = tf.cast(begins, tf.int64) <= position
+                slice_number = tf.reduce_sum(tf.cast(passed, tf.int64))
             # GPUs have no kernel of `ArgMax` for integers.
             # The number of the part; notes have the same form, `piece * replicas + replica`.
             where = tf.argmax(tf.cast(bad, tf.float32)) // cutting.part_size
@@ -332,7 +339,13 @@ class Run:
         ]
         replicas = num_replicas(stages, schedule.stage_devices, schedule.num_slices)
         dims = options.batch_dim, options.sequence_dim
-        cutting = cutting_of(inputs, schedule, *dims, replicas)
+        cutting = cutting_of(inputs, schedule, *dims, replicas, options.slice_lengths)
+        if cutting.lengths and options.loop:
+            raise PipelineError(
+                f"loop=True, and the slices have {', '.join(map(str, cutting.lengths))} positions; "
+                "a loop has one shape for all of them. Use loop=None or False, or slices of one "
+                "length, such as seq1f1b:4"
+            )
         # Options choose a performer unless one is given.
         policy = options.check_numerics
         assert policy is not None
@@ -352,17 +365,27 @@ class Run:
                 for i, t in enumerate(inputs)
             ]
         scaled = unchecked_gradients() if options.loss_scale else contextlib.nullcontext()
+        # One for all slices, or one for each if they differ in length.
+        self.machines: list[Machine] = []
+        frozen = [_frozen(stage, options.compute_dtype) for stage in stages]
         with scaled:
-            self.machine = Machine(
-                [_frozen(stage, options.compute_dtype) for stage in stages],
-                schedule,
-                held,
-                cutting,
-                step,
-                [[_sum_dtype(t) for t in stage.theta] for stage in stages],
-                options,
-                any(is_differentiable(t) and not is_stopped(t) for t in inputs),
-            )
+            for of_slice in cutting.of_slices:
+                before = self.machines[-1] if self.machines else None
+                self.machines.append(
+                    Machine(
+                        frozen if before is None else _continued(frozen, before),
+                        schedule,
+                        held,
+                        of_slice,
+                        step,
+                        [[_sum_dtype(t) for t in stage.theta] for stage in stages],
+                        options,
+                        any(is_differentiable(t) and not is_stopped(t) for t in inputs),
+                        before and before.thetas,
+                    )
+                )
+        self.machine = self.machines[0]
+        _check_alike(self.machines)
         self.stages = stages
         self._stages = self.machine.stages
         # The tensors that get gradients.
@@ -375,16 +398,17 @@ class Run:
             ),
             *(Sources(stage.carry, stage.device) for stage in self.recurrent(stages)),
         ]
-        for traced in self.machine.traced:
+        for traced in itertools.chain(*(machine.traced for machine in self.machines)):
             for place, device in enumerate(traced.stage.devices):
                 nodes = list(traced.nodes(place))
                 check_kernels(traced.stage.name, device, nodes)
                 if options.strict_devices:
                     check_devices(traced.stage.name, device, nodes)
         self.last_specs = self.machine.traced[-1].output_specs
-        check_joined(self.machine.traced[-1], cutting, step is not None)
-        for traced in self.machine.traced:
-            traced.check_pure()
+        for machine in self.machines:
+            check_joined(machine.traced[-1], machine.cutting, step is not None)
+            for traced in machine.traced:
+                traced.check_pure()
         self.checks = Checks(policy, self.machine)
         state = State.before(self._stages, schedule.stage_devices)
         self.modes = modes_of(options.remat, self.schedule)
@@ -395,11 +419,13 @@ class Run:
         if performer is not None:
             self._values = performer(*arguments)
             return
-        is_loop = options.loop
+        is_loop = options.loop if not cutting.lengths else False
         if is_loop is None:
             num_nodes = cutting.num_pieces * sum(t.num_nodes() for t in self.machine.traced)
             is_loop = loop_pays(order, self.modes, num_nodes)
-        self._values = Loop(*arguments, order) if is_loop else ActionByAction(*arguments)
+        self._values = (
+            Loop(*arguments, order) if is_loop else ActionByAction(*arguments, self.machines)
+        )
 
     def phases(self) -> tuple[Sequence[Action], Sequence[Action]]:
         """Returns the forward and the backward actions; raises if they are mixed on a device."""
@@ -527,6 +553,34 @@ def _held(tensor: tf.Tensor, compute_dtype: tf.DType | None) -> tf.Tensor:
 def _sum_dtype(weight: tf.Tensor) -> tf.DType | None:
     """Returns the dtype of the sum of a weight's gradients; None if it gets none."""
     return None if is_stopped(weight) else sum_dtype(weight.dtype)
+
+
+def _check_alike(machines: Sequence[Machine]) -> None:
+    """Checks that all slices use the same weights, whose gradients are summed over slices."""
+    first = machines[0]
+    for machine in machines[1:]:
+        for traced, other in zip(first.traced, machine.traced, strict=True):
+            weights = [[*map(id, each.captured)] for each in (traced, other)]
+            present = [[g is not None for g in each.gradients.of_theta] for each in (traced, other)]
+            if weights[0] != weights[1] or present[0] != present[1]:
+                raise PipelineError(
+                    f"stage {traced.given.name!r} uses other weights in a later slice of sequences "
+                    "than in the first one, and slices of different lengths sum their gradients. "
+                    "Use the same weights in each slice, or slices of one length, such as seq1f1b:4"
+                )
+
+
+def _continued(stages: Sequence[Stage], before: Machine) -> list[Stage]:
+    """Returns the stages for the slice after that of a machine, whose carry they get."""
+    continued: list[Stage] = []
+    for stage, traced in zip(stages, before.traced, strict=True):
+        if stage.recurrent:
+            names = traced.carry_out[: traced.num_handed_on]
+            places = traced.carry_out_places[: traced.num_handed_on]
+            carry = [traced.spec(name) for name in names]
+            stage = dataclasses.replace(stage, carry=carry, carry_places=places)
+        continued.append(stage)
+    return continued
 
 
 def _frozen(stage: Stage, compute_dtype: tf.DType | None) -> Stage:

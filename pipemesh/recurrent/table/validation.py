@@ -112,13 +112,14 @@ def check_joined(traced: TracedStage, cutting: Cutting, has_step: bool) -> None:
     """
     if traced.stage.recurrent and cutting.num_slices == 1:
         return
-    of_batch = cutting.batch_dim, cutting.part_size, cutting.num_parts
-    of_sequences = cutting.sequence_dim, cutting.slice_size, cutting.num_slices
+    batch = cutting.part_size * cutting.num_parts
+    of_batch = cutting.batch_dim, cutting.part_size, batch
+    of_sequences = cutting.sequence_dim, cutting.slice_size, cutting.length
     for along in (
         _Along("batch", "example", cutting.part, cutting.parts, *of_batch),
         _Along("sequence", "position", "a slice", "slices", *of_sequences),
     ):
-        if along.count > 1:
+        if along.total > along.size:
             _check_along(traced, along, cutting, has_step)
 
 
@@ -131,7 +132,7 @@ class _Along(NamedTuple):
     parts: str
     dim: int
     size: int  # of a part
-    count: int  # of parts
+    total: int  # of all parts
 
 
 def _check_along(traced: TracedStage, along: _Along, cutting: Cutting, has_step: bool) -> None:
@@ -166,7 +167,7 @@ def _check_along(traced: TracedStage, along: _Along, cutting: Cutting, has_step:
         return
     for number, text in doubtful.items():
         shape = whole[number].shape
-        if shape.rank is not None and shape[dim] not in (None, size * along.count):
+        if shape.rank is not None and shape[dim] not in (None, along.total):
             raise PipelineError(f"{text} and for the whole {along.whole} {shape}{not_cut}")
 
 
@@ -191,7 +192,7 @@ def _whole_outputs(
         spec = traced.spec(name)
         shape = spec.shape.as_list()
         if len(shape) > dim and shape[dim] == size:
-            shape[dim] = size * along.count
+            shape[dim] = along.total
         specs.append(tf.TensorSpec(shape, spec.dtype))
     stage = traced.given
     if along.whole == "batch":
@@ -209,19 +210,39 @@ def cutting_of(
     batch_dim: int,
     sequence_dim: int,
     replicas: int,
+    slice_lengths: Sequence[int] = (),
 ) -> Cutting:
     """Returns the split of the batch for a schedule, after a check that it divides."""
     count, slices = schedule.num_microbatches, schedule.num_slices
     size = microbatch_size(inputs, count, batch_dim, replicas=replicas)
     if slices == 1:
         return Cutting(count, size, batch_dim, replicas)
-    length = _sequence_length(inputs, slices, batch_dim, sequence_dim)
-    return Cutting(count, size, batch_dim, replicas, slices, length // slices, sequence_dim)
+    length = sequence_length(inputs, slices, batch_dim, sequence_dim)
+    if not slice_lengths and length % slices:
+        divisors = ", ".join(str(n) for n in range(1, length + 1) if length % n == 0)
+        raise PipelineError(
+            f"the schedule cuts sequences into {slices} slices, and sequences of {length} "
+            f"positions do not divide into so many; there may be {divisors} slices, or pad the "
+            "sequences"
+        )
+    if slice_lengths and not (
+        len(slice_lengths) == slices and sum(slice_lengths) == length and min(slice_lengths) > 0
+    ):
+        raise PipelineError(
+            f"slice_lengths={tuple(slice_lengths)} is invalid. Give {slices} lengths above 0, one "
+            f"for each slice of the schedule, with the sum {length}, the length of the sequences"
+        )
+    # Equal lengths need one trace of each stage, not one for each slice.
+    lengths = tuple(slice_lengths) if len({*slice_lengths}) > 1 else ()
+    return Cutting(
+        count, size, batch_dim, replicas, slices, length // slices, sequence_dim, lengths
+    )
 
 
-def _sequence_length(
+def sequence_length(
     inputs: Sequence[tf.Tensor], num_slices: int, batch_dim: int, sequence_dim: int
 ) -> int:
+    """Returns the positions of the sequences that a schedule cuts, the same for all inputs."""
     what = f"the schedule cuts sequences into {num_slices} slices"
     if sequence_dim == batch_dim or sequence_dim < 0:
         raise PipelineError(
@@ -241,12 +262,6 @@ def _sequence_length(
             "dim of the sequences as sequence_dim"
         )
     (length,) = lengths
-    if length % num_slices:
-        divisors = ", ".join(str(n) for n in range(1, length + 1) if length % n == 0)
-        raise PipelineError(
-            f"{what}, and sequences of {length} positions do not divide into so many; there may be "
-            f"{divisors} slices, or pad the sequences"
-        )
     return length
 
 

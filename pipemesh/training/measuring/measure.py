@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import itertools
@@ -16,11 +17,11 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.backend.static_shape import num_bytes
-from pipemesh.errors import PipemeshError, PlanError
+from pipemesh.errors import PipelineError, PipemeshError, PlanError
 from pipemesh.layers.layout_pricing import layers_shares, of_rows
 from pipemesh.layers.partition_layers import layer_flops, layer_metas, like_earlier, shapes_text
 from pipemesh.layers.pipeline.alike_stages import alike_range
-from pipemesh.layers.pipeline.slices import past_bytes, sliced_positions
+from pipemesh.layers.pipeline.slices import past_bytes, row_work, sliced_positions
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.plan import Link, Machine, Plan, Remat, SearchSpace
 from pipemesh.plan.calibration import Measured, fitted
@@ -185,6 +186,12 @@ def _layers_alone(
     needed = {size: memory for size, memory in counted if memory is not None}
     cells = [step.stack.children[cell.name] for cell in step.stack.params.cell_tpl]
     positions = sliced_positions(cells, step.shapes)
+    work_of_row: list[list[float]] = [[] for _ in cells]
+    if positions:
+        layers = [stage.sub[0] for stage in step.stack.params.cell_tpl]
+        # Those that do not count their work are taken to take the same everywhere.
+        with contextlib.suppress(PipelineError):
+            work_of_row = row_work("the model", layers, step.shapes)
     shares: dict[str, list[Shares]] = {}
     if devices > 1:
         busy = sum(seconds[k][kind][batch_rows] for k in layers.kinds for kind in "FB")
@@ -248,6 +255,7 @@ def _layers_alone(
             optimizer=_state_bytes(trained, states),
             trained=num_bytes(trained) / num_bytes(own) if own else 1.0,
             past=Curve(((1, past),)) if past else None,
+            row_work=tuple(work_of_row[layer]),
         )
 
     return Figures(

@@ -2,7 +2,7 @@
 
 import numpy as np
 import tensorflow as tf
-from lingvo.core import base_layer, layers
+from lingvo.core import base_layer, layers, py_utils, tshape
 
 from pipemesh.layers import PipeliningLayer
 from pipemesh.layers.named import Embedding, FeedForward, NamedLayer, Norm, SoftmaxCrossEntropy
@@ -74,6 +74,18 @@ INPUTS = [
 ]
 
 
+def counts(cls, of_token, more=lambda p, x: 0):
+    """Gives a layer costs: flops of each token, and more by its params and inputs."""
+
+    def meta(p, x, *rest):
+        shape = x if x.rank == 3 else tshape.Shape([x[0], x[1], WIDTH])
+        flops = of_token * int(shape[0]) * int(shape[1]) + more(p, shape)
+        return py_utils.NestedMap(flops=flops, out_shapes=(shape, *rest))
+
+    cls.FPropMeta = meta
+    return cls
+
+
 class Embed(Embedding):
     takes_slices = True
 
@@ -99,6 +111,11 @@ class Head(SoftmaxCrossEntropy):
     def FProp(self, theta, x, labels, weights, nothing):
         assert nothing is None
         return super().FProp(theta, x, labels, weights)
+
+
+counts(Embed, 0)
+counts(Masked, 2 * 2 * WIDTH * 8)
+counts(Head, 2 * WIDTH * VOCAB)
 
 
 def language_layers(number=4, block=None):

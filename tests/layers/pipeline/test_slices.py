@@ -79,6 +79,23 @@ def plain(run, packed, attention):
             {"attention": {"num_kv_heads": 1}, "loop": True},
             marks=pytest.mark.exhaustive,
         ),
+        # Slices of equal work: of 4, 3, 3 and 2 tokens, or of multiples of 2.
+        (
+            "layers:2",
+            "seq1f1b:4:equal_work",
+            {"packed": True, "attention": {"num_kv_heads": 1, **TURNED}},
+        ),
+        (
+            "layers:2;data:2",
+            "seq1f1b:3:equal_work",
+            {"attention": {"relative_buckets": 4, "window": 5}, "remat": "none"},
+        ),
+        pytest.param(
+            f"layers:2;model:2 {SPLIT};length:model",
+            "seq1f1b:3:equal_work",
+            {"packed": True, "attention": {"num_kv_heads": 1, **TURNED}},
+            marks=pytest.mark.exhaustive,
+        ),
         # Tokens are split between the products alone.
         (
             f"layers:2;model:2 {SPLIT};length:model",
@@ -146,9 +163,17 @@ def attending(**attention):
     return language("seq1f1b:2", attention=attention)
 
 
-def other_blocks(block=Renamed):
+def other_blocks(block=Renamed, schedule="seq1f1b:2"):
     layers = named.language_layers(2, block.Params())
-    return named.language([0, 2, 4], layers=layers, lowering="placement", schedule="seq1f1b:2")
+    return named.language([0, 2, 4], layers=layers, lowering="placement", schedule=schedule)
+
+
+class Uncounted(named.Masked):
+    """Does not say what it costs."""
+
+    @classmethod
+    def FPropMeta(cls, p, *shapes):
+        raise NotImplementedError
 
 
 @pytest.mark.parametrize(("stack", "wanted"), [(language, LENGTH), (other_blocks, 0)])
@@ -204,6 +229,24 @@ class Twice(random_plans.Attending):
             PipelineError,
             "sequences of 12 positions do not divide into so many",
         ),
+        (
+            lambda: language("seq1f1b:13:equal_work"),
+            "layers:2",
+            PipelineError,
+            "cuts sequences of 12 positions into 13 slices of whole multiples of 1. Use at most 12",
+        ),
+        (
+            lambda: language("seq1f1b:3:equal_work", loop=True),
+            "layers:2",
+            PipelineError,
+            "loop=True, and the slices have 5, 4, 3 positions; .* Use loop=None or False, or slices",
+        ),
+        (
+            lambda: other_blocks(Uncounted, "seq1f1b:2:equal_work"),
+            "layers:2",
+            PipelineError,
+            r"layer 'named_block0' \(Uncounted\) cannot count its own .* Give it an FPropMeta, or use",
+        ),
     ],
 )
 def test_what_cannot_be_given_slices_is_refused(params, mesh, error, message):
@@ -230,6 +273,19 @@ def test_slices_share_the_keys_of_earlier_ones(remat):
     keys = 2 * 2 * rows * LENGTH * named.WIDTH * 4 * (count - 1) / count**2
     wanted = whole / count + (keys if remat == "full" else 0)
     assert of_slice == pytest.approx(wanted, rel=0.02)
+
+
+def test_slices_of_equal_work_keep_what_whole_sequences_do():
+    """Memory by the graph: one device holds all slices of a microbatch at once."""
+
+    def kept(schedule):
+        params = language(schedule, num_micro_batches=1, bounds=(0, 4), remat="none")
+        with mesh_cluster(Mesh.from_text("layers:1")):
+            layer = params.Instantiate()
+            inputs = [None if x is None else tf.constant(x) for x in INPUTS]
+            return layer.PredictMemory(*inputs)[0].kept
+
+    assert kept("seq1f1b:3:equal_work") == pytest.approx(kept("1f1b"), rel=0.02)
 
 
 def test_a_forecast_knows_slices():
