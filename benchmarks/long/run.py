@@ -3,8 +3,8 @@
     python benchmarks/long/run.py
 
 A small language model trains on one row of tokens, on one device and under the rule `length:cp` on
-two and four; and in two stages on four rows, each a microbatch, whole or in slices. Every
-measurement is a fresh process.
+two and four; and in two stages on four rows, each a microbatch, whole or in slices of equal length
+or of equal work. Every measurement is a fresh process.
 """
 
 from __future__ import annotations
@@ -54,11 +54,13 @@ PLANS = {
     "cp:4, ring": Case(f"{CP}4", exchanges="ring"),
     "1f1b": STAGES,
     "seq1f1b:2": dataclasses.replace(STAGES, schedule="seq1f1b:2"),
+    "seq1f1b:2:equal_work": dataclasses.replace(STAGES, schedule="seq1f1b:2:equal_work"),
     "seq1f1b:4": dataclasses.replace(STAGES, schedule="seq1f1b:4"),
+    "seq1f1b:4:equal_work": dataclasses.replace(STAGES, schedule="seq1f1b:4:equal_work"),
 }
 MIB = 2**20
 # What a process answers with beside its times.
-VALUES = ["loss", "peak", "closed", "traced", "forecast"]
+VALUES = ["loss", "peak", "closed", "traced", "forecast", "makespan"]
 # How far the closed form may be from what a device keeps.
 BAR = 0.05
 
@@ -83,15 +85,21 @@ def params_of(case: Case, length: int) -> tuple[Any, Any]:
     return config.PLAN, stack
 
 
-def forecast(plan: Any, layers: list[Any], cuts: list[int], length: int) -> tuple[float, float]:
-    """Returns the bytes that the fullest device keeps, and the seconds of a step, by formulas."""
+def forecast(
+    plan: Any, layers: list[Any], cuts: list[int], length: int
+) -> tuple[float, float, float]:
+    """Returns what formulas say of a step: the bytes that the fullest device keeps, the seconds,
+    and the seconds over those of the same work spread evenly over the devices.
+    """
     from lingvo.core import tshape
     from shared.speeds import machine_of
 
     from pipemesh.layers.layout_pricing import counted, layers_pricing
+    from pipemesh.layers.pipeline.slices import row_work
     from pipemesh.partition import LayerCost
     from pipemesh.plan import Figures, predict
     from pipemesh.plan.figures import figures_of_costs
+    from pipemesh.plan.stages import stages_of
 
     every = Mesh.from_text(f"cp:{plan.mesh.num_devices}")
     mesh = every if plan.num_stages == 1 else Mesh.from_text("cp:1")
@@ -102,21 +110,28 @@ def forecast(plan: Any, layers: list[Any], cuts: list[int], length: int) -> tupl
     machine = machine_of(every, 5)
     seconds = layers_pricing(mesh, layers, machine, *shapes).price(plan.layout).seconds
     if plan.num_stages == 1:
-        return sum(kept), seconds
+        return sum(kept), seconds, 1.0
     flops = sum(meta.flops for meta in metas)
+    mesh_size = plan.mesh.num_devices
     costs = [LayerCost(seconds * meta.flops / flops / 3) for meta in metas]
-    figures = Figures(tuple(figures_of_costs(costs, rows=1)))
+    work = row_work("the stack", layers, shapes)
+    members = [
+        dataclasses.replace(layer, row_work=tuple(parts))
+        for layer, parts in zip(figures_of_costs(costs, rows=1), work, strict=True)
+    ]
+    figures = Figures(tuple(members), positions=length)
     plan = dataclasses.replace(plan, boundaries=tuple(cuts))
     step = predict(plan, figures, plan.num_microbatches, parts=False)
+    stages = stages_of(plan, figures, plan.num_microbatches)
     most = 0.0
-    for stage, row in enumerate(plan.table.rows):
-        held = peak = 0
+    for stage, row in enumerate(stages.table.rows):
+        held = peak = 0.0
         for action in row:
-            held += 1 if action.kind == "F" else -1
+            rows = stages.slice_rows(action.microbatch)
+            held += rows if action.kind == "F" else -rows
             peak = max(peak, held)
-        pieces = peak / plan.table.num_slices
-        most = max(most, pieces * sum(kept[cuts[stage] : cuts[stage + 1]]))
-    return most, step.seconds
+        most = max(most, peak * sum(kept[cuts[stage] : cuts[stage + 1]]))
+    return most, step.seconds, step.seconds * mesh_size / (plan.num_microbatches * seconds)
 
 
 def make_step(name: str, length: int):
@@ -136,7 +151,7 @@ def make_step(name: str, length: int):
     plan, params = params_of(case, length)
     layers = [layer for stage in params.cell_tpl for layer in stage.sub]
     cuts = [0, *itertools.accumulate(len(stage.sub) for stage in params.cell_tpl)]
-    closed, forecast_seconds = forecast(plan, layers, cuts, length)
+    closed, *forecast_of_step = forecast(plan, layers, cuts, length)
     py_utils.SetEagerMode(True)
     tf.random.set_seed(1)
     with mesh_cluster(plan.mesh, layout=plan.layout):
@@ -163,7 +178,7 @@ def make_step(name: str, length: int):
 
     def run() -> tuple[float, ...]:
         loss, _ = step()
-        return float(loss), resident()["VmHWM"] - before, closed, traced, forecast_seconds
+        return float(loss), resident()["VmHWM"] - before, closed, traced, *forecast_of_step
 
     return run
 
@@ -201,7 +216,16 @@ def main() -> None:
     pathlib.Path(arguments.out).write_text(json.dumps(results, indent=1), encoding="utf-8")
 
 
-COLUMNS = ["tokens", "plan      ", "kept MiB", "closed form", "peak MiB", "tokens/s", "forecast"]
+COLUMNS = [
+    "tokens",
+    "plan                ",
+    "kept MiB",
+    "closed form",
+    "peak MiB",
+    "tokens/s",
+    "forecast",
+    "makespan",
+]
 
 
 def print_row(row: dict[str, Any]) -> None:
@@ -216,6 +240,7 @@ def print_row(row: dict[str, Any]) -> None:
         f"{row['peak'] / case.devices / MIB:.1f}",
         f"{tokens / row['seconds']:,.0f}",
         f"{tokens / row['forecast']:,.0f}",
+        f"{row['makespan']:.3f}",
     ]
     print(" ".join(f"{cell:>{len(head)}}" for cell, head in zip(cells, COLUMNS, strict=True)))
 

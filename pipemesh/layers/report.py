@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,10 +13,12 @@ from pipemesh.backend.static_shape import num_bytes
 from pipemesh.layers.feature_extraction import all_layers
 from pipemesh.layers.named import NamedLayer
 from pipemesh.layers.partition_layers import Meta, layer_metas, output_bytes
+from pipemesh.layers.pipeline.slices import row_work
 from pipemesh.mesh import Shape
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.plan import Remat
 from pipemesh.plan.homes import home_of
+from pipemesh.plan.slices import Progress, slice_shares, spans_of
 from pipemesh.recurrent import DeviceMemory, Home, Transfer
 from pipemesh.recurrent.forecast import memory_of, transfers_of
 from pipemesh.schedule import Costs, Schedule, Timeline, simulate
@@ -69,6 +72,7 @@ class Report:
         weights: the layout of each weight.
         timeline: the timeline of actions whose durations are proportional to their flops.
         layers: the layers of each stage.
+        slice_lengths: the positions of each slice, if sequences are cut into slices.
     """
 
     memory: tuple[DeviceMemory, ...]
@@ -79,6 +83,7 @@ class Report:
     weights: tuple[WeightLayout, ...]
     timeline: Timeline
     layers: tuple[tuple[LayerSize, ...], ...] = ()
+    slice_lengths: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [
@@ -94,7 +99,10 @@ class Report:
             sent = [("axis", "what", "times", "bytes")]
             sent += [(s.axes, s.what, f"{s.times:,}", bytes_text(s.bytes)) for s in self.sent]
             lines += ["", *columns(sent, left=(0, 1))]
-        return "\n".join([*lines, "", f"bubble {self.bubble:.1%}"])
+        lines += ["", f"bubble {self.bubble:.1%}"]
+        if self.slice_lengths:
+            lines.append(f"slices of {', '.join(f'{n:,}' for n in self.slice_lengths)} positions")
+        return "\n".join(lines)
 
     def layout(self) -> str:
         """Returns a line for each weight: its name, shape, cut, bytes and devices."""
@@ -140,7 +148,10 @@ def report(stack: Any, run: Any, shapes: Sequence[Any], optimizer: Sequence[Any]
         input_grad=[(1 + times[0]) * f for times, f in zip(again, forward, strict=True)],
         weight_grad=[(1 + times[1]) * f for times, f in zip(again, forward, strict=True)],
     )
-    timeline = simulate(stack.schedule, costs)
+    lengths = tuple(run.machine.cutting.slice_lengths) if run.num_slices > 1 else ()
+    shares = _slice_shares(stack, shapes, lengths) if lengths else ()
+    costs = costs.refined(1, max(1, len(lengths)))
+    timeline = simulate(stack.schedule, costs, slice_shares=shares)
     return Report(
         memory=tuple(memory),
         optimizer=dict(held),
@@ -150,6 +161,7 @@ def report(stack: Any, run: Any, shapes: Sequence[Any], optimizer: Sequence[Any]
         flops=3 * number * homes[0].num_replicas * sum(flops),
         weights=tuple(layout for layer in all_layers(stack) for layout in _layouts(layer)),
         timeline=timeline,
+        slice_lengths=lengths,
         layers=tuple(
             tuple(
                 LayerSize(
@@ -164,6 +176,17 @@ def report(stack: Any, run: Any, shapes: Sequence[Any], optimizer: Sequence[Any]
             for cell, of_stage in zip(stack.params.cell_tpl, metas, strict=True)
         ),
     )
+
+
+def _slice_shares(stack: Any, shapes: Sequence[Any], lengths: Sequence[int]) -> list[list[float]]:
+    """Returns for each stage the flops of its slices, as multiples of their mean."""
+    stages = [list(cell.sub) for cell in stack.params.cell_tpl]
+    work = iter(row_work(stack.params.name, list(itertools.chain(*stages)), shapes))
+    rows = [[next(work) for _ in layers] for layers in stages]
+    return [
+        slice_shares(spans_of(lengths), [(sum(parts), Progress(parts)) for parts in of_stage])
+        for of_stage in rows
+    ]
 
 
 def _again(remat: Remat, schedule: Schedule) -> list[tuple[float, float]]:

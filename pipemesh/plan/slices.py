@@ -58,6 +58,27 @@ class Progress:
         return (number - 1 + min(1.0, inside)) / (len(self.shares) - 1)
 
 
+def spans_of(lengths: Sequence[int]) -> tuple[tuple[float, float], ...]:
+    """Returns where slices of some lengths begin and end, as shares of a row."""
+    ends = [end / sum(lengths) for end in itertools.accumulate(lengths, initial=0)]
+    return tuple(itertools.pairwise(ends))
+
+
+def slice_shares(
+    spans: Sequence[tuple[float, float]], layers: Sequence[tuple[float, Progress]]
+) -> list[float]:
+    """Returns the work of each slice as a multiple of their mean.
+
+    Args:
+        spans: where slices begin and end, as shares of a row.
+        layers: the work of each layer on whole rows, in any unit, and how it grows along a row.
+    """
+    total = sum(work for work, _ in layers) / len(spans)
+    if not total:
+        return [1.0] * len(spans)
+    return [sum(work * (p.at(b) - p.at(a)) for work, p in layers) / total for a, b in spans]
+
+
 def equal_work_lengths(
     progress: Progress, length: int, num_slices: int, multiple: int = 1
 ) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from pipemesh.plan.homes import home_of
 from pipemesh.plan.network import Link, Network, reduced_bytes
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.remat import ModeName, Remat
-from pipemesh.plan.slices import Progress, equal_work_lengths
+from pipemesh.plan.slices import Progress, equal_work_lengths, slice_shares, spans_of
 from pipemesh.schedule import Action, Costs, Schedule
 from pipemesh.schedule.action import KINDS
 
@@ -58,25 +58,16 @@ class Stages:
     @functools.cached_property
     def slice_shares(self) -> list[list[float]]:
         """Returns for each stage the work of its slices, as multiples of their mean."""
-        found: list[list[float]] = []
-        for layers in self.layers if self.spans else ():
+
+        def work(layer: LayerFigures) -> tuple[float, Progress]:
             # Layers take their seconds; flops say which positions take them.
-            seconds = [
-                layer.takes("F", self.rows) + layer.takes("B", self.rows) for layer in layers
-            ]
-            done = [Progress(layer.row_work) for layer in layers]
-            total = sum(seconds)
-            found.append(
-                [
-                    len(self.spans)
-                    * sum(s * (p.at(b) - p.at(a)) for s, p in zip(seconds, done, strict=True))
-                    / total
-                    if total
-                    else 1.0
-                    for a, b in self.spans
-                ]
-            )
-        return found
+            seconds = layer.takes("F", self.rows) + layer.takes("B", self.rows)
+            return seconds, Progress(layer.row_work)
+
+        return [
+            slice_shares(self.spans, [*map(work, layers)])
+            for layers in (self.layers if self.spans else ())
+        ]
 
     @functools.cached_property
     def modes(self) -> dict[tuple[int, int], ModeName]:
@@ -212,13 +203,11 @@ def _spans(plan: Plan, figures: Figures) -> tuple[tuple[float, float], ...]:
     count = plan.table.num_slices
     if count == 1:
         return ()
-    length, lengths = count, (1,) * count
-    if plan.has_slices_of_equal_work:
-        # Without the positions of a row, as fine as figures know them.
-        length = figures.positions or 1024 * count
-        lengths = equal_work_lengths(figures.row_progress, length, count)
-    ends = [end / length for end in itertools.accumulate(lengths, initial=0)]
-    return tuple(itertools.pairwise(ends))
+    if not plan.has_slices_of_equal_work:
+        return spans_of([1] * count)
+    # Where the positions of a row are unknown, of many.
+    length = figures.positions or 1024 * count
+    return spans_of(equal_work_lengths(figures.row_progress, length, count))
 
 
 def in_dtype(stages: Stages, plan: Plan) -> Stages:

@@ -166,8 +166,6 @@ class Options:
         batch_dim: the dim along which inputs are split and outputs joined.
         sequence_dim: the dim along which inputs are split and outputs joined if the schedule has
             sequence slices. Every slice gets an input without this dim as a whole.
-        slice_lengths: the positions of each slice; empty for equal slices. With lengths that differ
-            stages are traced once for each slice, and the schedule cannot be a loop.
         remat: `full` keeps only the stage inputs of each microbatch and recomputes the stage in the
             backward pass. `none` keeps everything that the backward pass needs. `except_last`
             recomputes nothing for a microbatch whose backward pass directly follows its forward
@@ -197,11 +195,12 @@ class Options:
             has no kernel for the device of its stage; see also `placement`.
         noted_run: is called with the run before it is performed, for `memory_of` and
             `transfers_of`.
+        slice_lengths: the positions of each slice; empty for equal slices. With lengths that differ
+            stages are traced once for each slice, and the schedule cannot be a loop.
     """
 
     batch_dim: int = 0
     sequence_dim: int = 1
-    slice_lengths: tuple[int, ...] = ()
     remat: AnyRemat = "full"
     loop: bool | None = None
     compute_dtype: Any = None
@@ -211,6 +210,7 @@ class Options:
     clock: Clock | None = None
     strict_devices: bool = False
     noted_run: Callable[[Any], None] | None = None
+    slice_lengths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         policy_of(self.remat)

@@ -102,8 +102,10 @@ def parse(text: object, for_layers: bool = False) -> ParsedName:
     if not colon:
         return ParsedName(name)
     known = NAMES.get(name)
-    equal_work = known is not None and known.num_slices > 1 and rest.endswith(f":{EQUAL_WORK}")
-    rest = rest.removesuffix(f":{EQUAL_WORK}") if equal_work else rest
+    number, _, suffix = rest.partition(":")
+    equal_work = suffix.lower().replace("-", "_") == EQUAL_WORK
+    if equal_work and known is not None and known.num_slices > 1:
+        rest = number
     if known is None or not known.number:
         why = f"always has {known.stages_a_device} stages a device" if known else "takes no number"
         raise ScheduleError(f"schedule {text!r}: {word} {why}; write {word!r}")

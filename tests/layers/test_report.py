@@ -19,6 +19,8 @@ MICROBATCHES, STAGES = 2, 2
 class Head(layers.base_layer.BaseLayer):
     """A loss for each microbatch."""
 
+    takes_slices = True
+
     def FProp(self, theta, x):
         del theta
         return tf.reduce_sum(x), tf.constant(1.0)
@@ -34,7 +36,7 @@ def reported(mesh, **changes):
     block = TransformerBlock.Params().Set(input_dim=EMBED, num_heads=HEADS, hidden_dim=HIDDEN)
     sub = [*(block.Copy().Set(name=f"block{i}") for i in range(2)), Head.Params().Set(name="head")]
     options = {"num_micro_batches": MICROBATCHES, "loss_inside": True, "schedule": "1f1b"}
-    params = stack_of(sub, [0, 1, 3], remat="none", **options, **changes)
+    params = stack_of(sub, [0, 1, 3], remat="none", **(options | changes))
     found = []
     with executing(True, mesh):
         layer = params.Instantiate()
@@ -156,3 +158,19 @@ def test_layers_say_what_they_take_and_hold_for_a_microbatch():
     assert head.parameter_bytes is None and head.activation_bytes is None
     # A stage keeps of a microbatch what its layer says.
     assert block.activation_bytes == pytest.approx(found.memory[0].stages[0].kept, rel=0.1)
+
+
+def test_report_names_the_lengths_of_slices():
+    found, _ = reported("layers:2", schedule="seq1f1b:2")
+    assert str(found).endswith("\nslices of 3, 3 positions")
+    # The second slice of the first stage attends to both: the sum is that of whole rows.
+    whole, _ = reported("layers:2")
+    busy = [sum(each.timeline.busy) for each in (found, whole)]
+    assert busy[0] == pytest.approx(busy[1])
+    first, second, *_ = (end - start for start, end in zip(*_times(found), strict=True))
+    assert first < second
+
+
+def _times(found):
+    """The starts and ends of the first device's actions."""
+    return found.timeline.starts[0], found.timeline.ends[0]

@@ -99,7 +99,7 @@ def stages(weights, schedule, has_loss):
         def forward(theta, carry, inputs, microbatch, step):
             x, *rest = inputs
             piece = current_slice()
-            first = piece.index * (TIME // piece.count)
+            first = piece.begin(x.shape[1])
             if number == 0:
                 x = placed(theta[-1], x, first)
             handed_on = []

@@ -37,6 +37,10 @@ from tests.recurrent.gradients import with_gradients
 PICKED = Selective(lambda layer: layer == "layer1")
 CASES = {
     "halves": (sliced.sliced(zb_h1(2, 4), 2), {"remat": "twice", "loop": True}),
+    "lengths that differ": (
+        sliced.sliced(zb_h1(2, 2), 3),
+        {"remat": "twice", "slice_lengths": (4, 3, 1), "check_numerics": "all"},
+    ),
     "recomputed": (recompute(seq_one_f_one_b(2, 2, 2)), {"remat": PICKED, "loop": False}),
 }
 MORE = {
@@ -239,6 +243,15 @@ def test_stages_without_a_state_have_replicas_and_are_timed(loop, batch_dim):
     assert sorted(map(str, timed)) == sorted(str(a) for row in schedule.rows for a in row)
 
 
+def test_lengths_that_are_none_of_the_slices_are_refused():
+    text = "slice_lengths=.* is invalid. Give 2 lengths above 0, .* with the sum 6, the length"
+    for lengths in ((6,), (4, 3), (6, 0)):
+        options = Options(slice_lengths=lengths)
+        with tf.Graph().as_default(), pytest.raises(PipelineError, match=text):
+            schedule = sliced.sliced(gpipe(2, 2), 2)
+            pipeline(small_stages(), [tf.ones([4, 6])], schedule, options=options)
+
+
 @pytest.mark.parametrize(
     ("changes", "schedule", "error", "text"),
     [
@@ -262,14 +275,14 @@ def test_stages_that_cannot_take_the_slices_are_refused(changes, schedule, error
 
 
 @pytest.mark.parametrize(
-    ("function", "value", "text", "batch_dim"),
+    ("function", "value", "text", "batch_dim", "lengths"),
     [
-        (tf.math.log, -1, "microbatch 1, slice 2, forward: its output", 1),
-        (tf.math.sqrt, 0, "microbatch 1, slice 2, backward: the gradient of input 0", 0),
-        (tf.math.sqrt, 0, "microbatch 1, slice 2, backward: the gradient of input 0", 1),
+        (tf.math.log, -1, "microbatch 1, slice 2, forward: its output", 1, ()),
+        (tf.math.sqrt, 0, "microbatch 1, slice 2, backward: the gradient of input 0", 0, ()),
+        (tf.math.sqrt, 0, "microbatch 1, slice 2, backward: the gradient of input 0", 1, (3, 2, 1)),
     ],
 )
-def test_what_is_not_finite_says_in_which_slice(function, value, text, batch_dim):
+def test_what_is_not_finite_says_in_which_slice(function, value, text, batch_dim, lengths):
     def forward(theta, carry, inputs, microbatch, step):
         return [tf.reduce_sum(function(inputs[0]))], []
 
@@ -277,7 +290,8 @@ def test_what_is_not_finite_says_in_which_slice(function, value, text, batch_dim
     def run(x):
         stages = [Stage("s", forward, [], [], "CPU:0", takes_slices=True)]
         schedule = seq_one_f_one_b(1, 2, 3)
-        options = Options(batch_dim, sequence_dim=1 - batch_dim, check_numerics="all")
+        dims = batch_dim, 1 - batch_dim
+        options = Options(*dims, check_numerics="all", slice_lengths=lengths)
         with tf.GradientTape() as tape:
             tape.watch(x)
             loss = pipeline_loss(stages, [x], schedule, options=options)[0]

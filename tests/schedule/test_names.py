@@ -54,7 +54,7 @@ def test_the_number_of_slices_may_stand_in_the_name():
         assert build(spelling, 2, 4) == ScheduleSpec.from_text(spelling).build(2, 4) == wanted
         assert build(spelling, 2, 4, 1) == wanted
     assert build("seq1f1b:2:equal_work", 2, 4) == build("seq1f1b:2", 2, 4)
-    assert parse("seq1f1b:2:equal_work").equal_work and not parse("seq1f1b:2").equal_work
+    assert parse("seq1f1b:2:Equal-Work").equal_work and not parse("seq1f1b:2").equal_work
     with pytest.raises(ScheduleError, match="num_virtual_stages is 2, but seq_one_f_one_b alway"):
         build("seq1f1b:2", 2, 4, 2)
 

@@ -385,7 +385,7 @@ class Run:
                     )
                 )
         self.machine = self.machines[0]
-        _check_alike(self.machines)
+        _check_alike(self.machines, schedule.is_forward_only)
         self.stages = stages
         self._stages = self.machine.stages
         # The tensors that get gradients.
@@ -555,14 +555,15 @@ def _sum_dtype(weight: tf.Tensor) -> tf.DType | None:
     return None if is_stopped(weight) else sum_dtype(weight.dtype)
 
 
-def _check_alike(machines: Sequence[Machine]) -> None:
+def _check_alike(machines: Sequence[Machine], is_forward_only: bool) -> None:
     """Checks that all slices use the same weights, whose gradients are summed over slices."""
     first = machines[0]
     for machine in machines[1:]:
         for traced, other in zip(first.traced, machine.traced, strict=True):
             weights = [[*map(id, each.captured)] for each in (traced, other)]
             present = [[g is not None for g in each.gradients.of_theta] for each in (traced, other)]
-            if weights[0] != weights[1] or present[0] != present[1]:
+            differ = present[0] != present[1] and not is_forward_only
+            if weights[0] != weights[1] or differ:
                 raise PipelineError(
                     f"stage {traced.given.name!r} uses other weights in a later slice of sequences "
                     "than in the first one, and slices of different lengths sum their gradients. "

@@ -122,8 +122,9 @@ def test_slices_in_tf1_equal_whole_sequences():
     found.assert_close(wanted, **random_plans.CLOSE)
 
 
-def test_evaluation_by_slices_equals_that_of_whole_sequences():
-    params = language("seq1f1b:3", packed=True)
+@pytest.mark.parametrize("schedule", ["seq1f1b:3", "seq1f1b:3:equal_work"])
+def test_evaluation_by_slices_equals_that_of_whole_sequences(schedule):
+    params = language(schedule, packed=True)
     found = run_tf2(params, INPUTS, num_devices="layers:2", loss=None, do_eval=True)
     wanted = plain_results(run_tf2, params, INPUTS, loss=None, do_eval=True)
     found.assert_close(wanted, **random_plans.CLOSE)
