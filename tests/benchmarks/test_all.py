@@ -24,7 +24,10 @@ SMALLEST = {
     "first_step": ["--rounds=1"],
     "hosts": ["--rounds=1", "--parts=ratios"],
     "lm": ["--rounds=1"],
-    "long": ["--lengths", "256", "--plans", "cp:1", "cp:2", "seq1f1b:2", "--rounds=1"],
+    "long": [
+        *("--lengths", "256", "--rounds=1"),
+        *("--plans", "cp:1", "cp:2", "seq1f1b:2", "seq1f1b:2:equal_work"),
+    ],
     "memory": ["--counts", "4", "--contenders", "1f1b none", "gpipe none", "lingvo"],
     "mesh": ["--rounds=1"],
     "ngram": None,  # KenLM, which its README builds
