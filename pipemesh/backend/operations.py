@@ -226,10 +226,12 @@ class Call:
 # Marks of operations that join tensors, which are kept instead of their result; and of those that
 # hand on tensors of earlier sequence slices, whose memory all later slices share.
 JOINED, SHARED = "_pipemesh_joined", "_pipemesh_shared"
+# Marks an operation that the graph optimizer may not bypass.
+UNTOUCHED = "_grappler_do_not_remove"
 
 
 def mark(operation: tf.Operation, name: str) -> None:
-    """Sets an attribute of this library, `_...`, on an operation and in its graph's definition."""
+    """Sets an attribute `_...` on an operation and in its graph's definition."""
     operation._set_attr(name, _attribute(b=True))
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.backend.gradients import attach_gradient, unrecorded
+from pipemesh.backend.operations import UNTOUCHED, mark
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import GradientError
 
@@ -107,6 +108,19 @@ def _distances(queries: Blocks, i: int, keys: Blocks, j: int) -> tuple[int, int]
     """Returns how many positions keys of a block are before queries of another, least and most."""
     least = i * queries.size - (j + 1) * keys.size + 1
     return least, least + queries.size + keys.size - 2
+
+
+def together(*tensors: tf.Tensor) -> list[tf.Tensor]:
+    """Returns tensors of one device when all of them have been computed.
+
+    TensorFlow starts each operation that has its inputs. A backward pass would begin with the
+    scores of all layers, and hold them until their gradients come.
+    """
+    # A control dependency would be lost when a pipeline cuts the graph.
+    results = tf.identity_n(tensors)
+    if not tf.executing_eagerly():
+        mark(results[0].op, UNTOUCHED)
+    return results
 
 
 def capped(scores: tf.Tensor, cap: float | None) -> tf.Tensor:
@@ -303,6 +317,7 @@ class BlockAttention:
         table: tf.Tensor | None = None,
     ) -> list[tf.Tensor]:
         """Returns the gradients of queries, keys, values and the table."""
+        q, grad = together(q, grad)
         queries, wanted = (self._cut(self.queries, x) for x in (q, grad))
         keys, values = (self._cut(self.keys, x) for x in (k, v))
         # Subtracted from each query's gradients of scores, so that they sum to 0.
@@ -341,7 +356,8 @@ class BlockAttention:
             found = [*found[:3], *(rows[0] for rows in found[3:])]
         blocks = self.queries, self.keys, self.keys
         found = [*map(self._joined, blocks, found), *found[3:]]
-        return [tf.cast(g, x.dtype) for g, x in zip(found, inputs, strict=True)]
+        # What follows the first of them would begin while scores are held for the others.
+        return together(*(tf.cast(g, x.dtype) for g, x in zip(found, inputs, strict=True)))
 
     def by_token(self, logs: tf.Tensor) -> tf.Tensor:
         """Reorders the logarithms of `forward` to `[batch, length, heads, 1]`."""

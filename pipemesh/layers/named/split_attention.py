@@ -22,6 +22,7 @@ from pipemesh.layers.named.block_attention import (
     Buckets,
     Sight,
     no_second,
+    together,
 )
 from pipemesh.lowering import Lowering
 from pipemesh.lowering.lowering import Slices
@@ -295,11 +296,13 @@ class _RingAttention:
             found = output, attend.by_token(logs)
             return step.merged((x["output"], x["logs"]), found) if step.number else found
 
-        held, states = self._held, [Named()]
+        held, state = self._held, Named()
         for number in range(self._ring.steps):
-            held = self._sent(held, number, states)
-            found = self._each(meet, number, **self._own, **held, **states[-1])
-            states.append(dict(zip(("output", "logs"), found, strict=True)))
+            held = self._sent(held, number)
+            inputs = self._begun(number, self._own | held | state)
+            held = {name: inputs[name] for name in held}
+            found = self._each(meet, number, **inputs)
+            state = dict(zip(("output", "logs"), found, strict=True))
 
         def low(
             step: _Step, output: tf.Tensor, logs: tf.Tensor, q: tf.Tensor
@@ -307,7 +310,7 @@ class _RingAttention:
             # Tied, as in `BlockAttention.forward`.
             return tf.identity_n([tf.cast(output, q.dtype), logs])
 
-        output, logs = self._each(low, 0, **states[-1], q=q)
+        output, logs = self._each(low, 0, **state, q=q)
         self._result = {"output": output, "logs": logs}
         return output
 
@@ -330,17 +333,19 @@ class _RingAttention:
             return attach_gradient(found, [grad, *inputs], no_second, across_devices=False)
 
         names = ["d_q", "d_k", "d_v"] + (["d_table"] if "table" in self._own else [])
-        own, held, states = {**self._own, **self._result, "grad": grad}, self._held, [Named()]
+        own, held, state = {**self._own, **self._result, "grad": grad}, self._held, Named()
+        # The gradients of keys travel with them.
+        gone = Named()
         with unrecorded():
             for number in range(self._ring.steps):
-                held = self._sent(held, number, states)
-                # The gradients of keys travel with them.
-                gone = {name: states[-1][name] for name in ("d_k", "d_v") if number}
-                state = states[-1] | self._sent(gone, number)
-                found = self._each(meet, number, **own, **held, **state)
-                states.append(dict(zip(names, found, strict=True)))
-            gone = {name: states[-1][name] for name in ("d_k", "d_v")}
-            grads = states[-1] | self._sent(gone, self._ring.steps)
+                held, gone = (self._sent(x, number) for x in (held, gone))
+                # The step does not wait for gradients that are on their way.
+                inputs = self._begun(number, own | held | state)
+                held = {name: inputs[name] for name in held}
+                found = self._each(meet, number, **inputs, **gone)
+                state = dict(zip(names, found, strict=True))
+                gone = {name: state.pop(name) for name in ("d_k", "d_v")}
+            grads = state | self._sent(gone, self._ring.steps)
         return self._each(last, 0, grad=grad, **self._own, **self._held, **grads)
 
     def _operands(
@@ -365,20 +370,22 @@ class _RingAttention:
 
         return list(zip(*self._lowering.raw_map(call, self._at, *x.values()), strict=True))
 
-    def _sent(self, x: Named, number: int, states: Sequence[Named] = ()) -> Named:
+    def _begun(self, number: int, x: Named) -> Named:
+        """Returns the inputs of a step, when the step before has ended on the processor.
+
+        Else all steps would begin at once, and a processor would hold the keys of the whole
+        sequence and the scores of each step. Keys are sent on from here: they reach the next
+        processor while this step is computed.
+        """
+        if number == 0:
+            return x
+        begun = self._each(lambda step, **x: together(*x.values()), number, **x)
+        return dict(zip(x, begun, strict=True))
+
+    def _sent(self, x: Named, number: int) -> Named:
         """Sends slices on, to be where a step needs them."""
         if number == 0:
             return x
-        if len(states) > 2:
-            # Not before the last step but one is done: else all might arrive at once, and a
-            # processor would hold the whole sequence.
-            done = next(iter(states[-2].values()))
-
-            def wait(step: _Step, done: tf.Tensor, **x: tf.Tensor) -> Sequence[tf.Tensor]:
-                with tf.control_dependencies([done]):
-                    return [tf.identity(tensor) for tensor in x.values()]
-
-            x = dict(zip(x, self._each(wait, 0, done=done, **x), strict=True))
         return {
             name: self._ring.send(self._lowering, self._axis, slices, number)
             for name, slices in x.items()

@@ -3,12 +3,17 @@
 Layouts equal one processor (tests/conformance), but for more processors than keys.
 """
 
+import itertools
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from pipemesh.errors import PipelineError
 from pipemesh.layers.named import Attention, Norm, lowering_scope
+from pipemesh.layers.named.split_attention import Ring, ring_attention
+from pipemesh.lowering import PlacementLowering
+from pipemesh.mesh import LayoutRules, Mesh
 from tests.layers.named.harness import SCALE, run, value_of
 from tests.layers.named.test_block_attention import (
     BOTH_SIDES,
@@ -188,6 +193,36 @@ def test_no_processor_needs_a_whole_sequence(mesh, rules, changes, segments):
     sight = Sight(window=changes.get("window"))
     found.grads.pop("input 0")
     found.assert_plain(lambda w: plain(w, segments, positions, sight=sight, x=LONGER))
+
+
+def test_ring_holds_scores_of_one_step():
+    """Once TensorFlow began all steps at once, since their keys do not depend on each other."""
+    members, tokens, heads = 4, 256, 4
+    mesh = Mesh.from_text(f"cp:{members}")
+    lowering = PlacementLowering(mesh, LayoutRules(), [f"CPU:{i}" for i in range(members)])
+    ring = Ring(members, tokens, tokens, Sight(), False, block_size=tokens // 2)
+    with tf.Graph().as_default():
+        x = lowering.raw_map(
+            lambda at: tf.random.uniform([1, tokens, heads, 4]), lowering.coordinate("cp")
+        )
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            found = ring_attention(lowering, "cp", ring, [x, x, x])
+        config = tf.compat.v1.ConfigProto(device_count={"CPU": members})
+        options, metadata = tf.compat.v1.RunOptions(trace_level=3), tf.compat.v1.RunMetadata()
+        with tf.compat.v1.Session(config=config) as session:
+            session.run(tape.gradient(found, x), options=options, run_metadata=metadata)
+    # Scores and their gradients, of two halves that meet two others.
+    scores = 4 * 2 * heads * (tokens // 2) ** 2
+    for device in metadata.step_stats.dev_stats:
+        records = [
+            (record.alloc_micros, record.alloc_bytes)
+            for node in device.node_stats
+            for memory in node.memory
+            for record in memory.allocation_records
+        ]
+        held = itertools.accumulate(size for _, size in sorted(records))
+        assert scores < max(held) < 3.5 * scores, device.device
 
 
 @pytest.mark.parametrize(
