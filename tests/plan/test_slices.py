@@ -39,7 +39,7 @@ def test_slices_take_the_same_work(work, length, slices, multiple, wanted):
             4,
             5,
             1,
-            "seq1f1b:5:equal_work cuts sequences of 4 positions into 5 slices .* Use at most 4 slices",
+            "seq1f1b:5:equal_work cuts sequences of 4 positions into 5 slices .* Use at most 4",
         ),
         (10, 2, 4, "into 2 slices of whole multiples of 4. Use a length that 4 divides"),
     ],

@@ -82,23 +82,28 @@ def row_work(
     Args:
         name: the stack, for errors.
         layers: params of the layers, first to last.
-        shapes: a `tshape.Shape` of each input of the first layer, or None.
+        shapes: a `tshape.Shape` of each input of the first layer, or None; they may be nested.
         dim: the dim of positions.
 
     Raises:
         PipelineError: a layer does not count its work.
     """
-    sizes = [None if shape is None else shape.ToTensorShape().as_list() for shape in shapes]
-    length = next(size[dim] for size in sizes if size is not None and len(size) > dim)
+    sizes = [shape.ToTensorShape().as_list() for shape in py_utils.Flatten(shapes) if shape]
+    length = next(size[dim] for size in sizes if len(size) > dim)
     count = min(_PARTS, length)
     work: list[list[float]] = [[] for _ in layers]
     for number in range(count):
         begin, end = (length * i // count for i in (number, number + 1))
-        given: Sequence[Any] = []
-        for size in sizes:
-            if size is not None and len(size) > dim:
-                size = [*size[:dim], end - begin, *size[dim + 1 :]]
-            given = [*given, None if size is None else tshape.Shape(size)]
+
+        def part(shape: Any, positions: int = end - begin) -> Any:
+            if shape is None:
+                return None
+            size = shape.ToTensorShape().as_list()
+            if len(size) > dim:
+                size[dim] = positions
+            return tshape.Shape(size)
+
+        given: Sequence[Any] = tuple(tf.nest.map_structure(part, shape) for shape in shapes)
         with calling_for(number, count, span=Span(begin, length)):
             for layer, parts in zip(layers, work, strict=True):
                 try:

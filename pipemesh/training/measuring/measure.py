@@ -188,10 +188,10 @@ def _layers_alone(
     positions = sliced_positions(cells, step.shapes)
     work_of_row: list[list[float]] = [[] for _ in cells]
     if positions:
-        layers = [stage.sub[0] for stage in step.stack.params.cell_tpl]
         # Those that do not count their work are taken to take the same everywhere.
         with contextlib.suppress(PipelineError):
-            work_of_row = row_work("the model", layers, step.shapes)
+            firsts = [layers.params[number] for number in layers.firsts]
+            work_of_row = row_work("the model", firsts, step.shapes)
     shares: dict[str, list[Shares]] = {}
     if devices > 1:
         busy = sum(seconds[k][kind][batch_rows] for k in layers.kinds for kind in "FB")
@@ -255,7 +255,7 @@ def _layers_alone(
             optimizer=_state_bytes(trained, states),
             trained=num_bytes(trained) / num_bytes(own) if own else 1.0,
             past=Curve(((1, past),)) if past else None,
-            row_work=tuple(work_of_row[layer]),
+            row_work=tuple(work_of_row[kind]),
         )
 
     return Figures(

@@ -240,13 +240,13 @@ class Twice(random_plans.Attending):
             lambda: language("seq1f1b:3:equal_work", loop=True),
             "layers:2",
             PipelineError,
-            "loop=True, and the slices have 5, 4, 3 positions; .* Use loop=None or False, or slices",
+            "loop=True, and the slices have 5, 4, 3 positions; .* Use loop=None or False, or",
         ),
         (
             lambda: other_blocks(Uncounted, "seq1f1b:2:equal_work"),
             "layers:2",
             PipelineError,
-            r"layer 'named_block0' \(Uncounted\) cannot count its own .* Give it an FPropMeta, or use",
+            r"layer 'named_block0' \(Uncounted\) cannot count its own .* Give it an FPropMeta, or",
         ),
     ],
 )
