@@ -44,7 +44,7 @@ test-all: $(STAMP)
 	$(PYTEST) $(SECOND) --cases=all
 	$(PYTEST) $(SERIAL) --cases=all
 
-# On GPUs, each cut into as many logical ones as a test needs; without one all are skipped.
+# The tests marked `gpu` on the GPUs of this machine; without one all are skipped.
 gpu: $(STAMP)
 	PIPEMESH_TEST_DEVICES=GPU $(PYTEST) -m gpu --cases=all
 

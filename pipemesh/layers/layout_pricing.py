@@ -14,7 +14,8 @@ from lingvo.core import tshape
 
 from pipemesh.errors import LayoutError, PartitionError
 from pipemesh.layers.named import ReplicaCut, lowering_scope, replica_cut_scope
-from pipemesh.layers.partition_layers import Meta, layer_metas, like_earlier, named_layers
+from pipemesh.layers.partition_layers import Meta, layer_metas, named_layers
+from pipemesh.layers.pipeline.alike_stages import like_earlier
 from pipemesh.lowering import OperationCosts, PlacementLowering
 from pipemesh.lowering.costs import BACKWARD, Work
 from pipemesh.mesh import LayoutRules, Mesh, Price, Pricing, find_layout

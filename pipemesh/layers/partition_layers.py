@@ -18,7 +18,7 @@ from pipemesh.layers.check_params import check_layer, with_article
 from pipemesh.layers.feature_extraction import FeatureExtractionLayer
 from pipemesh.layers.foreign_layers import as_layer
 from pipemesh.layers.mesh_cluster import mesh_cluster
-from pipemesh.layers.pipeline.alike_stages import differences
+from pipemesh.layers.pipeline.alike_stages import like_earlier, shapes_text
 from pipemesh.layers.pipeline.pipelining import PipeliningLayer
 from pipemesh.lowering.costs import OperationCosts
 from pipemesh.mesh import Mesh
@@ -91,18 +91,6 @@ def layer_flops(layers: list[Any], *shapes: Any) -> list[float]:
     return [meta.flops for meta in layer_metas(layers, *shapes)]
 
 
-def like_earlier(layers: Sequence[Any]) -> list[int]:
-    """Returns for each layer the number of the first one with the same params, but for names."""
-    firsts: list[int] = []
-    found: list[int] = []
-    for number, layer in enumerate(layers):
-        same = (first for first in firsts if not any(differences(layers[first], layer, "layer")))
-        found.append(next(same, number))
-        if found[-1] == number:
-            firsts.append(number)
-    return found
-
-
 def layer_metas(layers: Sequence[Any], *shapes: Any, like: Sequence[int] = ()) -> list[Meta]:
     """Returns the `FPropMeta` of each layer, given the shapes of the first inputs. With `like`, of
     `like_earlier`, layers that are like an earlier one of the same inputs have its own.
@@ -124,11 +112,6 @@ def layer_metas(layers: Sequence[Any], *shapes: Any, like: Sequence[int] = ()) -
         metas.append(known[key])
         input_shapes = metas[-1].out_shapes
     return metas
-
-
-def shapes_text(shapes: Any) -> str:
-    """Returns nested shapes as a text, to compare them by."""
-    return str(tf.nest.map_structure(str, shapes))
 
 
 def described(layer: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from pipemesh.backend.devices import short_name
 from pipemesh.backend.static_shape import num_bytes
+from pipemesh.errors import PipelineError
 from pipemesh.layers.feature_extraction import all_layers
 from pipemesh.layers.named import NamedLayer
 from pipemesh.layers.partition_layers import Meta, layer_metas, output_bytes
@@ -181,7 +182,12 @@ def report(stack: Any, run: Any, shapes: Sequence[Any], optimizer: Sequence[Any]
 def _slice_shares(stack: Any, shapes: Sequence[Any], lengths: Sequence[int]) -> list[list[float]]:
     """Returns for each stage the flops of its slices, as multiples of their mean."""
     stages = [list(cell.sub) for cell in stack.params.cell_tpl]
-    work = iter(row_work(stack.params.name, list(itertools.chain(*stages)), shapes))
+    layers = list(itertools.chain(*stages))
+    try:
+        work = iter(row_work(stack.params.name, layers, shapes, stack.sequence_dim))
+    except PipelineError:
+        # Slices of equal length need no layer that counts the work of parts of a row.
+        return []
     rows = [[next(work) for _ in layers] for layers in stages]
     return [
         slice_shares(spans_of(lengths), [(sum(parts), Progress(parts)) for parts in of_stage])

@@ -149,6 +149,14 @@ replicas; num_microbatches may be 1, 2, 5, 10
         """Returns whether sequence slices take the same work, instead of having one length."""
         return isinstance(self.schedule, str) and parse(self.schedule).equal_work
 
+    @property
+    def slice_multiple(self) -> int:
+        """Returns what the length of each sequence slice is a multiple of: the devices that split
+        positions.
+        """
+        axis = self.layout.axis("length")
+        return 1 if axis is None else self.mesh.size(axis)
+
     @functools.cached_property
     def table(self) -> Schedule:
         """Returns the schedule's table for the homes of the mesh.

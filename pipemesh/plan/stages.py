@@ -206,8 +206,8 @@ def _spans(plan: Plan, figures: Figures) -> tuple[tuple[float, float], ...]:
     if not plan.has_slices_of_equal_work:
         return spans_of([1] * count)
     # Where the positions of a row are unknown, of many.
-    length = figures.positions or 1024 * count
-    return spans_of(equal_work_lengths(figures.row_progress, length, count))
+    length = figures.positions or 1024 * count * plan.slice_multiple
+    return spans_of(equal_work_lengths(figures.row_progress, length, count, plan.slice_multiple))
 
 
 def in_dtype(stages: Stages, plan: Plan) -> Stages:

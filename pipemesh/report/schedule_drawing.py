@@ -45,7 +45,7 @@ NAMES = {
     "R": "recomputation",
 }
 ON_LINKS = {"G": "weights fetched", "S": "sum of gradients"}
-"""What links do, by the letter of its cells."""
+"""Names of what links do, by the letter of their cells."""
 _COLOURS = {
     "F": (0, 114, 178),
     "B": (213, 94, 0),

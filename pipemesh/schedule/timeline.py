@@ -31,7 +31,7 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class LinkSpan:
-    """What the link of a device does for a stage, and its time.
+    """A fetch of weights, or a sum of gradients, over the link of a device.
 
     Attributes:
         device: the device, by its row.

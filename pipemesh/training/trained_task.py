@@ -61,10 +61,10 @@ def finite_gradients(learner: Any, squares: Squares, is_adjusted: bool = False) 
     """Lets lingvo's learner take for granted that its gradients are finite once they went through
     `all_or_none`, which is given the same `squares`; `is_adjusted` says that it also changes them.
 
-    The learner then reads gradients twice, to square and to scale them, where it else takes about
-    ten operations for each: squares are written, those of weights as well, and each element is
-    compared with what is not finite, more than once. What is computed is the same, but for the norm
-    of all weights, which only summaries have.
+    Gradients are then read twice, to square and to scale them. lingvo's own way is about ten
+    operations for each: it also writes the squares, looks twice for values that are not finite, and
+    squares all weights. The scaled gradients are the same. Of the learner's metrics only
+    `grad_norm/all` is left, and those of its learning rate and regularizers.
     """
     p = learner.params
     # A learner of another class may use what lingvo's adds.
@@ -72,13 +72,13 @@ def finite_gradients(learner: Any, squares: Squares, is_adjusted: bool = False) 
     if (
         not is_lingvos
         or p.clip_gradient_single_norm_to_value
+        # It keeps an average of norms, which only a finite one may change.
+        or p.grad_norm_tracker
         or cluster_factory.Current().add_summary
     ):
         yield
         return
-    scales = bool(
-        p.clip_gradient_norm_to_value or p.grad_norm_to_clip_to_zero or p.grad_norm_tracker
-    )
+    scales = bool(p.clip_gradient_norm_to_value or p.grad_norm_to_clip_to_zero)
 
     def scaled(var_grads: Any, gradient_adjuster: Callable[[Any], Any]) -> Any:
         norm = tf.sqrt(squares.total([gradient for _, gradient in var_grads.Flatten()]))

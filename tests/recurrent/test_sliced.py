@@ -90,6 +90,45 @@ def test_outputs_with_the_loss_outside_equal_whole_sequences():
     sliced.assert_same(got, sliced.with_gradients(build, sliced.X))
 
 
+def test_slices_of_different_lengths_share_a_variable_outside_of_theta():
+    outside = tf.Variable([0.5, 2.0])
+
+    def forward(theta, carry, inputs, microbatch, step):
+        return [inputs[0] * theta[0] * outside], []
+
+    def last(theta, carry, inputs, microbatch, step):
+        (y,), _ = forward(theta, carry, inputs, microbatch, step)
+        return [tf.reduce_sum(y**2)], []
+
+    weights, x = [tf.Variable(3.0), tf.Variable(-1.0)], tf.reshape(tf.range(32.0), [2, 8, 2])
+
+    @tf.function(autograph=False)
+    def run():
+        with tf.GradientTape() as tape:
+            stages = [
+                Stage(
+                    f"s{i}",
+                    f,
+                    [tf.convert_to_tensor(weights[i])],
+                    [],
+                    f"CPU:{i}",
+                    takes_slices=True,
+                )
+                for i, f in enumerate((forward, last))
+            ]
+            options = Options(slice_lengths=(4, 3, 1))
+            loss, _, _ = pipeline_loss(stages, [x], seq_one_f_one_b(2, 2, 3), options=options)
+        return loss, tape.gradient(loss, [outside, *weights])
+
+    with tf.GradientTape() as tape:
+        wanted = tf.reduce_sum((x * weights[0] * weights[1] * outside**2) ** 2)
+    gradients = tape.gradient(wanted, [outside, *weights])
+    loss, found = run()
+    np.testing.assert_allclose(loss, wanted, rtol=1e-6)
+    for got, expected in zip(found, gradients, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
 # A recurrence, whose initial state is a weight; time comes first.
 
 TIME, BATCH, WIDTH = 6, 4, 3

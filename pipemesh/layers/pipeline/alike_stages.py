@@ -69,6 +69,23 @@ def differences(a: Any, b: Any, what: str) -> Iterator[str]:
         yield told(f"has {path}", _short(one), _short(other))
 
 
+def like_earlier(layers: Sequence[Any]) -> list[int]:
+    """Returns for each layer the number of the first one with the same params, but for names."""
+    firsts: list[int] = []
+    found: list[int] = []
+    for number, layer in enumerate(layers):
+        same = (first for first in firsts if not any(differences(layers[first], layer, "layer")))
+        found.append(next(same, number))
+        if found[-1] == number:
+            firsts.append(number)
+    return found
+
+
+def shapes_text(shapes: Any) -> str:
+    """Returns nested shapes as a text, to compare them by."""
+    return str(tf.nest.map_structure(str, shapes))
+
+
 def _layers_of(p: Any) -> list[Any]:
     """Returns the params in `sub`, unless the layer uses that name for something else."""
     sub = getattr(p, "sub", None)

@@ -15,6 +15,7 @@ from pipemesh.layers.check_params import check_theta, is_rest
 from pipemesh.layers.feature_extraction import is_stage, to_tuple
 from pipemesh.layers.named.scope import exported
 from pipemesh.layers.pipeline.accumulators import carried, finish_carries, first_carry
+from pipemesh.layers.pipeline.alike_stages import shapes_text
 from pipemesh.layers.pipeline.losses import (
     carrying,
     check_head,
@@ -393,7 +394,7 @@ class PipeliningLayer(SeqLayer):
         p = self.params
         if self.schedule.num_slices == 1:
             return [None] * len(homes)
-        dims, lengths = (p.batch_dim, self._sequence_dim), self._slice_lengths(args)
+        dims, lengths = (p.batch_dim, self.sequence_dim), self._slice_lengths(args)
         cutting = cutting_of(inputs, self.schedule, *dims, homes[0].num_replicas, lengths)
         sizes = cutting.part_size, cutting.slice_size, cutting.num_slices, bool(cutting.lengths)
         pasts: list[PastOfStage] = []
@@ -403,7 +404,8 @@ class PipeliningLayer(SeqLayer):
         return pasts
 
     @property
-    def _sequence_dim(self) -> int:
+    def sequence_dim(self) -> int:
+        """The dim of positions in the inputs of the stages."""
         return 0 if self.params.batch_dim else 1
 
     def _slice_lengths(self, args: tuple[Any, ...]) -> tuple[int, ...]:
@@ -411,22 +413,23 @@ class PipeliningLayer(SeqLayer):
         p, plan = self.params, self._checked_plan
         if not plan.has_slices_of_equal_work:
             return ()
-        tensors = [t for t in tf.nest.flatten(args) if t is not None]
-        dim = self._sequence_dim
-        length = sequence_length(tensors, plan.table.num_slices, p.batch_dim, dim)
-        key = repr([None if t is None else t.shape for t in args])
-        if key not in self._lengths_by_shapes:
-            shapes = [None if t is None else tshape.Shape(t.shape.as_list()) for t in args]
+        # Inputs may be nested, and NumPy's.
+        shapes = tf.nest.map_structure(
+            lambda t: None if t is None else tshape.Shape(tf.TensorShape(t.shape).as_list()), args
+        )
+        specs = [tf.TensorSpec(s.ToTensorShape()) for s in tf.nest.flatten(shapes) if s is not None]
+        dim = self.sequence_dim
+        length = sequence_length(specs, plan.table.num_slices, p.batch_dim, dim)
+        if (key := shapes_text(shapes)) not in self._lengths_by_shapes:
             layers = [
                 layer for cell in p.cell_tpl for layer in (cell.sub if is_stage(cell) else [cell])
             ]
             work = row_work(p.name, layers, shapes, dim)
             progress = Progress([sum(parts) for parts in zip(*work, strict=True)])
-            axis = plan.layout.axis("length")
-            # Devices that split positions get the same number of them.
-            multiple = 1 if axis is None else plan.mesh.size(axis)
             try:
-                found = equal_work_lengths(progress, length, plan.table.num_slices, multiple)
+                found = equal_work_lengths(
+                    progress, length, plan.table.num_slices, plan.slice_multiple
+                )
             except PlanError as error:
                 raise PipelineError(f"{p.name}: {error}") from error
             self._lengths_by_shapes[key] = found
@@ -439,7 +442,7 @@ class PipeliningLayer(SeqLayer):
         casts_first = args[0] is not None and not p.nested_map_fprop
         return Options(
             batch_dim=p.batch_dim,
-            sequence_dim=self._sequence_dim,
+            sequence_dim=self.sequence_dim,
             slice_lengths=self._slice_lengths(args),
             # A plan has no more than the name of a policy that is Python code.
             remat=p.remat if remat.is_custom else remat,

@@ -14,6 +14,7 @@ from pipemesh.errors import PipelineError
 from pipemesh.layers.feature_extraction import all_layers
 from pipemesh.layers.named import NamedLayer, current_lowering
 from pipemesh.layers.named.past import Past, past_scope
+from pipemesh.layers.pipeline.alike_stages import like_earlier, shapes_text
 from pipemesh.lowering.lowering import Slices
 from pipemesh.plan.slices import Span
 from pipemesh.recurrent import current_slice
@@ -92,6 +93,7 @@ def row_work(
     length = next(size[dim] for size in sizes if len(size) > dim)
     count = min(_PARTS, length)
     work: list[list[float]] = [[] for _ in layers]
+    like = like_earlier(layers)
     for number in range(count):
         begin, end = (length * i // count for i in (number, number + 1))
 
@@ -104,10 +106,13 @@ def row_work(
             return tshape.Shape(size)
 
         given: Sequence[Any] = tuple(tf.nest.map_structure(part, shape) for shape in shapes)
+        known: dict[Any, Any] = {}
         with calling_for(number, count, span=Span(begin, length)):
-            for layer, parts in zip(layers, work, strict=True):
+            for layer, same, parts in zip(layers, like, work, strict=True):
+                key = same, shapes_text(given)
                 try:
-                    meta = layer.cls.FPropMeta(layer, *given)
+                    meta = known[key] if key in known else layer.cls.FPropMeta(layer, *given)
+                    flops, out_shapes = float(meta.flops), meta.out_shapes
                 except Exception as error:
                     raise PipelineError(
                         f"{name}: slices of equal work are cut by the work that layers count, and "
@@ -116,8 +121,8 @@ def row_work(
                         "of equal length, such as seq1f1b:4"
                     ) from error
                 # Parts differ by a position if these do not divide.
-                parts.append(float(meta.flops) / (end - begin) * length / count)
-                given = meta.out_shapes
+                parts.append(flops / (end - begin) * length / count)
+                known[key], given = meta, out_shapes
     return work
 
 

@@ -28,6 +28,7 @@ class Captured:
     source: tf.Tensor  # to differentiate: the placeholder, or the handle of a variable
     reads: tuple[str, ...]  # other tensors of the graph with the same value
     handle: str | None  # of the variable in the graph; None for a captured tensor
+    given: tf.Tensor  # what the function captures: the value, or the handle of a variable
 
 
 def captured_weights(graph: tf.Graph) -> list[Captured]:
@@ -45,7 +46,7 @@ def captured_weights(graph: tf.Graph) -> list[Captured]:
         elif _is_number(outer.dtype) and not is_constant(outer):
             # A TF1 variable that is not a resource is read here, once.
             value = outer if outer.dtype == outer.dtype.base_dtype else tf.identity(outer)
-            weights.append(Captured(value, inner.name, inner, (), None))
+            weights.append(Captured(value, inner.name, inner, (), None, outer))
     return weights
 
 
@@ -65,7 +66,7 @@ def _variable(graph: tf.Graph, outer: tf.Tensor, inner: tf.Tensor) -> Captured |
         read = tf.raw_ops.ReadVariableOp(resource=outer, dtype=dtype)
     # If the value has no gradient, the handle has none, either.
     source = inner if is_differentiable(value) else value
-    return Captured(read, value.name, source, tuple(reads), inner.name)
+    return Captured(read, value.name, source, tuple(reads), inner.name, outer)
 
 
 def _is_number(dtype: tf.DType) -> bool:

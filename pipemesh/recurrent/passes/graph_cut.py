@@ -203,6 +203,8 @@ class GraphCut:
         `results` need it instead of its parts, and it lies at the same `place`.
         """
         joined = {tensor: tensor for tensor in tensors}
+        # Without other shapes of the same values, which may differ between slices.
+        ends = dict(joined)
         users: dict[str, set[str]] = {}
         for tensor, node in self.uses(self.ancestors(results)):
             users.setdefault(tensor, set()).add(node)
@@ -226,13 +228,16 @@ class GraphCut:
             parts = set(joined.values())
             found = {name for part in parts for name in users.get(part, ()) if follows(name, parts)}
             if not found:
-                return joined
+                return ends
             after = {
                 tensor_name(source): f"{name}:0"
                 for name in found
                 for source in self._nodes[name].input
             }
             joined = {tensor: after.get(part, part) for tensor, part in joined.items()}
+            for tensor, part in joined.items():
+                if self._nodes[node_of(part)].op not in ("Identity", *RESHAPES):
+                    ends[tensor] = part
 
     def same_value(self, tensor: str) -> set[str]:
         """Returns a tensor, and the tensors that are passed on to it unchanged."""

@@ -127,6 +127,7 @@ class TracedStage:
         }
         # Weights outside of theta become the last tensors of theta, so that gradients flow to them.
         self.captured = [weight.outer for weight in self._captured]
+        self.captured_from = [weight.given for weight in self._captured]
         with tf.device(stage.device):
             values = [tf.stop_gradient(tensor) for tensor in self.captured]
         # With all weights that it uses as theta, and its summaries as carry.
@@ -246,6 +247,18 @@ class TracedStage:
         for name, i in zip(self.theta, numbers, strict=False):
             if i in self.stage.fetched:
                 yield name, self.stage.owners[i]
+
+    def joined_from(self) -> list[tuple[int, str]]:
+        """Returns for each weight which of `weights` actions take in its place, and its spec."""
+        places = {name: number for number, name in enumerate(self.weights)}
+        taken = [self._joins.get(name, name) for name in self.theta]
+        return [(places[name], str(self.spec(name))) for name in taken]
+
+    def fetch_for_each_action(self) -> None:
+        """Lets actions fetch weights for themselves, before any of them is made."""
+        self.keeps_fetched = False
+        vars(self).pop("_joins", None)
+        self.weights = [*dict.fromkeys(self.theta)]
 
     def joined(self) -> list[str]:
         """Returns the names of the tensors that actions take in place of fetched weights."""

@@ -205,7 +205,7 @@ class Machine:
         accumulator_dtypes: Sequence[Sequence[tf.DType | None]],
         options: Options,
         to_inputs: bool = True,  # whether the inputs get gradients
-        thetas: Sequence[list[tf.Tensor]] | None = None,  # of every replica, if made before
+        before: Machine | None = None,  # of another slice, with the same weights
     ) -> None:
         self.stage_devices = schedule.stage_devices  # for each stage its row of the schedule
         self.inputs = inputs
@@ -232,9 +232,14 @@ class Machine:
             self.probes["backward"] = [
                 traced.backward_probes(number == 0) for number, traced in enumerate(self.traced)
             ]
-        self.thetas = thetas or [of_every_replica(stage) for stage in self._stages]
+        self._thetas: list[list[tf.Tensor]]
         # By stage. Those of stages that keep what they fetch belong to one graph.
-        self._weights: dict[int, tuple[tf.Graph, list[Weight]]] = {}
+        self._weights: dict[int, tuple[tf.Graph, list[Weight]]]
+        if before is None:
+            self._thetas = [of_every_replica(stage) for stage in self._stages]
+            self._weights = {}
+        else:
+            self._thetas, self._weights = before._thetas, before._weights
         self._passes: dict[tuple[int, Mode], Passes] = {}
         keep_alive(self)
 
@@ -259,10 +264,8 @@ class Machine:
         for number, stage in enumerate(stages):
             places = stage.input_places(places)
             draws = functools.partial(draws_of, number)
-            # Else a device would hold the weights of several stages at once, or of several graphs
-            # of one stage.
+            # Else a device would hold the weights of several stages at once.
             is_alone = self.stage_devices.count(self.stage_devices[number]) == 1
-            is_alone &= cutting.span is None
             traced.append(TracedStage(stage, specs, cutting, has_step, draws, places, is_alone))
             specs, places = traced[-1].output_specs, traced[-1].output_places
         # A tensor without an incoming gradient gets none, not zeros.
@@ -402,7 +405,7 @@ class Machine:
         for number, traced in enumerate(self.traced):
             known, _ = self._weights.get(number, (None, []))
             if known is None or (traced.keeps_fetched and known is not graph):
-                self._weights[number] = graph, weights_of(traced, self.thetas[number])
+                self._weights[number] = graph, weights_of(traced, self._thetas[number])
 
     def _weights_for_action(self, stage: int, state: State) -> Tensors:
         """Returns the weights of each replica, for one action."""

@@ -68,8 +68,8 @@ class ActionByAction:
     def perform(self, actions: Sequence[Action]) -> None:
         """Performs actions in order."""
         self.state.forget_tokens_of_other_graphs()
-        for machine in self._machines:
-            machine.fetch()
+        # Those of all slices have the same weights.
+        self._machine.fetch()
         numbers: dict[tuple[int, str], tf.Tensor] = {}
         for action in actions:
             self._microbatch = action.microbatch
@@ -381,11 +381,12 @@ class Run:
                         [[_sum_dtype(t) for t in stage.theta] for stage in stages],
                         options,
                         any(is_differentiable(t) and not is_stopped(t) for t in inputs),
-                        before and before.thetas,
+                        before,
                     )
                 )
         self.machine = self.machines[0]
         _check_alike(self.machines, schedule.is_forward_only)
+        _share_fetched(self.machines)
         self.stages = stages
         self._stages = self.machine.stages
         # The tensors that get gradients.
@@ -560,7 +561,7 @@ def _check_alike(machines: Sequence[Machine], is_forward_only: bool) -> None:
     first = machines[0]
     for machine in machines[1:]:
         for traced, other in zip(first.traced, machine.traced, strict=True):
-            weights = [[*map(id, each.captured)] for each in (traced, other)]
+            weights = [[*map(id, each.captured_from)] for each in (traced, other)]
             present = [[g is not None for g in each.gradients.of_theta] for each in (traced, other)]
             differ = present[0] != present[1] and not is_forward_only
             if weights[0] != weights[1] or differ:
@@ -569,6 +570,17 @@ def _check_alike(machines: Sequence[Machine], is_forward_only: bool) -> None:
                     "than in the first one, and slices of different lengths sum their gradients. "
                     "Use the same weights in each slice, or slices of one length, such as seq1f1b:4"
                 )
+
+
+def _share_fetched(machines: Sequence[Machine]) -> None:
+    """Lets all slices take the weights that the first one has fetched, where they join them in the
+    same way; else actions fetch for themselves.
+    """
+    for of_slices in zip(*(machine.traced for machine in machines), strict=True):
+        first = of_slices[0].joined_from()
+        if any(traced.joined_from() != first for traced in of_slices[1:]):
+            for traced in of_slices:
+                traced.fetch_for_each_action()
 
 
 def _continued(stages: Sequence[Stage], before: Machine) -> list[Stage]:

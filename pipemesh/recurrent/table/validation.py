@@ -222,8 +222,7 @@ def cutting_of(
         divisors = ", ".join(str(n) for n in range(1, length + 1) if length % n == 0)
         raise PipelineError(
             f"the schedule cuts sequences into {slices} slices, and sequences of {length} "
-            f"positions do not divide into so many; there may be {divisors} slices, or pad the "
-            "sequences"
+            f"positions do not divide into them; use {divisors} slices, or pad the sequences"
         )
     if slice_lengths and not (
         len(slice_lengths) == slices and sum(slice_lengths) == length and min(slice_lengths) > 0
@@ -240,7 +239,7 @@ def cutting_of(
 
 
 def sequence_length(
-    inputs: Sequence[tf.Tensor], num_slices: int, batch_dim: int, sequence_dim: int
+    inputs: Sequence[tf.Tensor | tf.TensorSpec], num_slices: int, batch_dim: int, sequence_dim: int
 ) -> int:
     """Returns the positions of the sequences that a schedule cuts, the same for all inputs."""
     what = f"the schedule cuts sequences into {num_slices} slices"

@@ -19,8 +19,8 @@ import tensorflow as tf
 from pipemesh.backend.static_shape import num_bytes
 from pipemesh.errors import PipelineError, PipemeshError, PlanError
 from pipemesh.layers.layout_pricing import layers_shares, of_rows
-from pipemesh.layers.partition_layers import layer_flops, layer_metas, like_earlier, shapes_text
-from pipemesh.layers.pipeline.alike_stages import alike_range
+from pipemesh.layers.partition_layers import layer_flops, layer_metas
+from pipemesh.layers.pipeline.alike_stages import alike_range, like_earlier, shapes_text
 from pipemesh.layers.pipeline.slices import past_bytes, row_work, sliced_positions
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.plan import Link, Machine, Plan, Remat, SearchSpace
@@ -106,9 +106,11 @@ class _Layers:
 
 
 def _layers(make: Make, batch: Any) -> _Layers:
-    """Returns the layers of a model. Like an earlier one is a layer with the same params, inputs,
-    and weights that are trained, if its outputs have the shapes of its inputs: a model without it
-    has the same other layers.
+    """Returns the layers of a model.
+
+    Two layers are of one kind if they have the same params, shapes of inputs and trained weights,
+    and gradients that go on to layers before both or neither. The outputs of all but the first have
+    the shapes of their inputs, so they can be left out.
     """
     number = number_of_layers(make)
     plan = Plan(
@@ -129,12 +131,18 @@ def _layers(make: Make, batch: Any) -> _Layers:
     learned = itertools.chain.from_iterable(outline.trained.learned().values())
     trained = {weight.ref() for weight in learned}
     givers = {giver.partition(".")[0] for giver in p.tied_weights.values()}
+    if any(cell.act_fetch_layers for cell in p.cell_tpl):
+        return _Layers(params, [*range(number)], alike)
     kinds: list[int] = []
     # Those of earlier layers.
     known: dict[Any, int] = {}
+    # Below the first trained weight no gradient is computed.
+    goes_on = False
     given = shapes_text(outline.shapes)
     for layer, same, meta in zip(layers, like, metas, strict=True):
-        key = same, given, tuple(v.ref() in trained for v in layer.vars.Flatten())
+        is_trained = tuple(v.ref() in trained for v in layer.vars.Flatten())
+        key = same, given, is_trained, goes_on
+        goes_on |= any(is_trained)
         before, given = given, shapes_text(meta.out_shapes)
         number = max(kinds, default=-1) + 1
         kind = known.setdefault(key, number)
@@ -462,7 +470,7 @@ def seconds_of(
 
 
 # Rounds of whole steps, and their seconds; see `rounds`.
-_STEPS, _STEPS_SECONDS = 30, 25.0
+_STEPS, _STEPS_SECONDS = 30, 12.0
 
 
 class _Progress:

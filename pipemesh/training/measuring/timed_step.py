@@ -37,10 +37,16 @@ class _Known(Exception):
 
 
 class TimedStep:
-    """A full training step: forward, backward, all-reduce and optimizer; `clocked` notes when each
-    action runs, which takes time itself. With `until` it is only traced, until it knows the shapes
-    of the first stage's inputs, or what it holds. With `layers`, some numbers, its pipeline has no
-    other layers, and is cut at the plan's boundaries.
+    """A full training step: forward, backward, all-reduce and optimizer.
+
+    Args:
+        subject: the model and its plan.
+        batch: what it is trained on.
+        clocked: whether it notes when each action runs, which takes time itself.
+        until: what is wanted of a step that does not run: the shapes of the first stage's `inputs`,
+            or the `memory` that it holds. It is traced no further than that.
+        layers: numbers of the layers that the pipeline keeps, cut at the plan's boundaries; None
+            for all.
     """
 
     def __init__(
@@ -135,6 +141,11 @@ def _keep_layers(task: Any, kept: Collection[int], boundaries: Sequence[int]) ->
     """Takes all but some layers out of the params of a task's pipelines, and cuts these."""
     for stack in params_within(task, PipeliningLayer):
         layers = [layer for cell in stack.cell_tpl for layer in cell.sub]
+        if len(stack.cell_tpl) != len(boundaries) - 1:
+            raise PlanError(
+                f"{stack.name} has {len(stack.cell_tpl)} stages where its plan has "
+                f"{len(boundaries) - 1}; let Task() make as many as self.PLAN.num_stages says"
+            )
         for cell, (begin, end) in zip(stack.cell_tpl, itertools.pairwise(boundaries), strict=True):
             cell.sub = [layers[i] for i in range(begin, end) if i in kept]
         left = {layer.name for i, layer in enumerate(layers) if i not in kept}
@@ -172,7 +183,7 @@ def _place(cores: Set[int]) -> None:
 
 ROUNDS = 20
 """How often each step is run, unless that takes longer than `SECONDS`."""
-SECONDS, _FEW = 15.0, 6
+SECONDS, _FEW = 8.0, 6
 
 
 def rounds(number: int, seconds: float = SECONDS) -> Iterator[int]:

@@ -86,7 +86,7 @@ def plain(run, packed, attention):
             {"packed": True, "attention": {"num_kv_heads": 1, **TURNED}},
         ),
         (
-            "layers:2;data:2",
+            "layers:2;data:2 embed:data",
             "seq1f1b:3:equal_work",
             {"attention": {"relative_buckets": 4, "window": 5}, "remat": "none"},
         ),
@@ -228,7 +228,7 @@ class Twice(random_plans.Attending):
             lambda: language("seq1f1b:5"),
             "layers:2",
             PipelineError,
-            "sequences of 12 positions do not divide into so many",
+            "sequences of 12 positions do not divide into them",
         ),
         (
             lambda: language("seq1f1b:13:equal_work"),

@@ -76,7 +76,14 @@ def test_measured_figures_serve_to_find_plans(tmp_path, capsys):
 
 LIKE_OTHERS = [
     ({}, [0, 1, 1, 1, 1, 2, 3], (0, 1, 5, 6), (0, 1, 2, 3, 5, 6)),
-    ({"freeze": "hidden_000/|_003/"}, [0, 1, 1, 2, 1, 3, 4], (0, 1, 3, 5, 6), (0, 1, 2, 3, 5, 6)),
+    (
+        {"freeze": "cell_000/|_003/"},
+        [0, 1, 2, 3, 2, 4, 5],
+        (0, 1, 2, 3, 5, 6),
+        (0, 1, 2, 3, 5, 6),
+    ),
+    # Below the trained layer there is no backward pass.
+    ({"freeze": "cell_00[0124]/"}, [0, 1, 1, 2, 3, 4, 5], (0, 1, 3, 4, 5, 6), (0, 1, 3, 4, 5, 6)),
 ]
 
 
