@@ -120,8 +120,8 @@ def slow_links(links: Links, case: Case, places: Sequence[int]) -> Iterator[None
         finally:
             machine.sum_in_order = own_sum
 
-    def weights_of(traced: Any) -> Any:
-        weights, devices = own_weights(traced), traced.stage.devices
+    def weights_of(traced: Any, thetas: Any) -> Any:
+        weights, devices = own_weights(traced, thetas), traced.stage.devices
         seconds = costs.all_gather[int(traced.stage.name.removeprefix("stage"))]
         if not traced.keeps_fetched:
             return weights
