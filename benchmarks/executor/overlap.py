@@ -29,7 +29,7 @@ BAR = 0.05  # The most that the hidden share is off the simulated one.
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What waits under which schedule."""
+    """A schedule, and whether sums or fetches wait under it."""
 
     schedule: str
     share: int = 1  # stages a device

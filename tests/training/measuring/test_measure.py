@@ -89,7 +89,7 @@ LIKE_OTHERS = [
 
 @pytest.mark.parametrize(("filters", "kinds", "firsts", "six"), LIKE_OTHERS, ids=str)
 def test_layers_that_are_alike_are_measured_once(filters, kinds, firsts, six, eagerly):
-    """Those that are trained, and those that are not; all others have their own shapes."""
+    """Only layers that are trained alike; the first and the last ones differ in shape."""
 
     def make(plan):
         return RegisteredModel(DeepPoints(), "points", plan.to_values(), **filters)
