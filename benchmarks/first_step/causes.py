@@ -48,7 +48,7 @@ def main() -> None:
     def start_and_watch(request: Any) -> None:
         importing = time.perf_counter()
         start(request)
-        from pipemesh.recurrent.passes import replica
+        from pipemesh.recurrent.passes import tracing
         from pipemesh.recurrent.table import machine, run
         from pipemesh.training import trainer
         from pipemesh.training.run import loop
@@ -57,7 +57,7 @@ def main() -> None:
         timed(trainer.Trainer, "__init__", "model, datasets")
         timed(trainer.Trainer, "_train_step", "tracing the step")
         timed(machine.Machine, "_trace", "- stages and their gradients, evaluation included")
-        timed(replica.Replica, "differentiate", "  - gradients")
+        timed(tracing.Replica, "differentiate", "  - gradients")
         timed(run.Run, "perform", "- actions, evaluation included")
         timed(trainer.Trainer, "train_steps", "first step, tracing included")
         timed(trainer.Trainer, "_prepare_evaluation", "evaluation's graph, meanwhile")

@@ -159,6 +159,7 @@ def request() -> Request:
     settings.TRAIN_PATTERN, settings.HELDOUT_PATTERN = FLAGS.train_pattern, FLAGS.heldout_pattern
     settings.SEED = FLAGS.seed
     settings.STRICT_DEVICES = FLAGS.strict_devices
+    settings.COMPILE = FLAGS.compile
     _check_plan(settings)
     if is_simd:
         simd_plan.check_simd(settings, FLAGS.trace_schedule)

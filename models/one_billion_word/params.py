@@ -75,6 +75,7 @@ def stack_of(config: Any, stages: list[Any], tied_weights: dict[str, str]) -> An
         tied_weights=tied_weights,
         loss_inside=True,
         strict_devices=config.STRICT_DEVICES,
+        compile=config.COMPILE,
         pipelined=config.PIPELINED,
     )
 

@@ -44,6 +44,8 @@ def check_simd(settings: Settings, trace_schedule: bool) -> None:
         _refuse("compute_dtype=float16", "does not scale the loss", "use --compute_dtype=bfloat16")
     if settings.STRICT_DEVICES:
         _refuse("strict_devices", "does not look into stages", "leave it out")
+    if settings.COMPILE:
+        _refuse("compile", "has no passes that XLA could compile", "leave it out")
     if trace_schedule:
         _refuse("trace_schedule", "has no actions of their own to time", "leave it out")
     if settings.NUM_LAYERS % stages:

@@ -50,6 +50,7 @@ class Settings:
     # Values of the plan that the trainer chooses if no flag sets them.
     CHOSEN: tuple[str, ...] = ("num_microbatches", "remat")
     STRICT_DEVICES = False
+    COMPILE = False
     # Regular expressions of weights: those that are not trained, and the only ones that are.
     FREEZE: str | None = None
     TRAIN_ONLY: str | None = None

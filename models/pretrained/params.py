@@ -63,6 +63,7 @@ class PretrainedParams(base_model_params.SingleTaskModelParams):
     PLAN = Plan(Mesh.from_text("layers:2"), num_microbatches=4)
     PIPELINED = True
     STRICT_DEVICES = False
+    COMPILE = False
     BATCH_SIZE = 8
     # Tokens in a row for training, limited by the model.
     SEQUENCE_LENGTH = 512

@@ -50,6 +50,7 @@ class TranslationParams(base_model_params.SingleTaskModelParams):
     PLAN = Plan(Mesh.from_text("layers:2"), num_microbatches=4)
     PIPELINED = True
     STRICT_DEVICES = False
+    COMPILE = False
     DROPOUT_PROB = 0.1
     # As `pipemesh.training.learning.Learning`, whose other values may be set as well.
     OPTIMIZER = "adam"

@@ -177,9 +177,9 @@ def list_set(handle: tf.Tensor, index: tf.Tensor, value: tf.Tensor) -> tf.Tensor
 class Call:
     """A call of a concrete function that has no gradient."""
 
-    # `has_effects` says whether the function checks or prints.
+    # `has_effects` says whether the function checks or prints, `compiles` whether XLA compiles it.
 
-    def __init__(self, function: Any, has_effects: bool = False) -> None:
+    def __init__(self, function: Any, has_effects: bool = False, compiles: bool = False) -> None:
         self._function = function
         self._has_effects = has_effects
         self._dtypes = [t.dtype for t in function.outputs]
@@ -191,6 +191,8 @@ class Call:
             "f": _attribute(func=tf.compat.v1.NameAttrList(name=function.name)),
             # A persistent tape asks for it if an eager call has recorded the pipeline.
             "_gradient_op_type": _attribute(s=_NO_GRADIENT.encode()),
+            # A function with this attribute is not inlined.
+            **({"_XlaMustCompile": _attribute(b=True)} if compiles else {}),
         }
         self._known_to: tf.Graph | None = None
 

@@ -64,7 +64,7 @@ def check_without_text() -> None:
 def perplexity(argv: list[str], about: str | None) -> int:
     """Prints the perplexity of a file as the flags say; returns the exit code."""
     process.import_quietly()
-    taken = (*TAKEN, "num_microbatches", "schedule", "strict_devices")
+    taken = (*TAKEN, "num_microbatches", "schedule", "strict_devices", "compile")
     kind = parse_for_texts("score", argv, about, PERPLEXITY_FLAGS, taken)
     text = text_file.whole(FLAGS.text)
     subject, path, tokens, rows = model_of(kind, "score", ())

@@ -384,6 +384,7 @@ def subject() -> Any:
                 seed=FLAGS.seed,
                 plain=FLAGS.plain,
                 strict_devices=FLAGS.strict_devices,
+                compile=FLAGS.compile,
                 freeze=FLAGS.freeze,
                 train_only=FLAGS.train_only,
                 dataset=FLAGS.dataset,

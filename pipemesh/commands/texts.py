@@ -198,7 +198,7 @@ def _checked(text: str, where: str) -> str:
 # Flags that are not taken from the training: other stages are cut elsewhere, rows are divided into
 # other microbatches, and a model that was trained as one program is decoded stage by stage.
 OWN = (
-    *("num_microbatches", "remat", "schedule", "strict_devices", "trace_schedule"),
+    *("num_microbatches", "remat", "schedule", "strict_devices", "compile", "trace_schedule"),
     *("find_learning_rate", "boundaries", "lowering", "batch_size"),
 )
 
@@ -443,7 +443,7 @@ SCORE_FLAGS = grouped(
 def score(argv: list[str]) -> int:
     """Scores texts as the flags say, and prints scores in their order; returns the exit code."""
     process.import_quietly()
-    taken = (*TAKEN, "num_microbatches", "schedule", "strict_devices")
+    taken = (*TAKEN, "num_microbatches", "schedule", "strict_devices", "compile")
     kind = parse_for_texts("score", argv, _ABOUT_SCORE, SCORE_FLAGS, taken)
     texts = read_texts("scored")
     subject, path, tokens, rows = model_of(kind, "score", texts)
@@ -487,7 +487,7 @@ def _score_line(found: Any, text: str) -> str:
 
 
 _OF_PLANS = ("mesh_shape", "layout", "allow_idle", *OF_PIPELINES)
-_OF_PLANS += ("strict_devices", "trace_schedule", *workers.NAMES)
+_OF_PLANS += ("strict_devices", "compile", "trace_schedule", *workers.NAMES)
 EXPORT_FLAGS = grouped(
     FILES,
     Flag("to", value="FOLDER", help="The folder to write to, new or empty; has to be given."),

@@ -158,6 +158,13 @@ def plan_flags(microbatches: str = "the model's", remat: str = "the model's") ->
             False,
             help="Treat an operation that leaves its stage's device as an error.",
         ),
+        Flag(
+            "compile",
+            bool,
+            False,
+            help="Let XLA compile what stages compute; a warning names what it does not take. "
+            "Faster on many GPUs, slower on CPUs.",
+        ),
     )
     return (*grouped(PLAN, *devices, *plan), *HOST_FLAGS)
 
@@ -256,9 +263,13 @@ def value_of(error: PipemeshError) -> str | None:
     return of_types.get(type(error))
 
 
+# Flags of what stages do, which no plan has.
+_OF_STAGES = ("strict_devices", "compile", "trace_schedule")
+
+
 def check_plain(num_devices: int, compute_dtype: str | None) -> None:
     """Refuses flags of pipelines with `--plain`."""
-    there = [name for name in (*OF_PIPELINES, "trace_schedule") if FLAGS.is_given(name)]
+    there = [name for name in (*_OF_STAGES, *OF_PIPELINES) if FLAGS.is_given(name)]
     if there:
         raise FlagError(
             f"--plain has no pipeline, for which --{there[0]} is; leave one of them out"

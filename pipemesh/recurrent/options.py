@@ -193,6 +193,10 @@ class Options:
         clock: records when each action runs.
         strict_devices: raises an error if an operation of a stage is pinned to another device, or
             has no kernel for the device of its stage; see also `placement`.
+        compile: lets XLA compile what each action computes, as one computation; random numbers and
+            checks stay outside of it, so that results are the same to rounding. Alike stages share
+            one, which TensorFlow compiles once for each device, at its first call. A warning names
+            what XLA does not take, which runs as without it. On CPUs steps become longer.
         noted_run: is called with the run before it is performed, for `memory_of` and
             `transfers_of`.
         slice_lengths: the positions of each slice; empty for equal slices. With lengths that differ
@@ -209,6 +213,7 @@ class Options:
     check_numerics: str | None = None
     clock: Clock | None = None
     strict_devices: bool = False
+    compile: bool = False
     noted_run: Callable[[Any], None] | None = None
     slice_lengths: tuple[int, ...] = ()
 
@@ -218,6 +223,8 @@ class Options:
             raise PipelineError(
                 f"loop={self.loop!r} is invalid. Use True, False, or None to choose by size."
             )
+        if not isinstance(self.compile, bool):
+            raise PipelineError(f"compile={self.compile!r} is invalid. Use True or False.")
         default = "results" if self.loss_scale is None else "loss"
         object.__setattr__(self, "check_numerics", self.check_numerics or default)
         if self.check_numerics not in CHECKS:

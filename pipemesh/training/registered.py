@@ -53,6 +53,7 @@ class RegisteredModel(Subject):
         seed: seed of weights and random ops, if the task has no `random_seed`.
         plain: whether stacks run without a pipeline.
         strict_devices: whether an operation outside its stage's device is an error.
+        compile: whether XLA compiles what stages compute.
         freeze: regular expression of names of weights that are not trained.
         train_only: regular expression of names of the only weights that are trained.
         dataset: dataset for evaluation, or `none`. Default: `Dev` if there is one, else `Test`,
@@ -81,6 +82,7 @@ class RegisteredModel(Subject):
         seed: int = 0,
         plain: bool = False,
         strict_devices: bool = False,
+        compile: bool = False,
         freeze: str | None = None,
         train_only: str | None = None,
         dataset: str | None = None,
@@ -120,6 +122,7 @@ class RegisteredModel(Subject):
         for stack in stacks_of(self._task):
             stack.pipelined = stack.pipelined and not plain
             stack.strict_devices = stack.strict_devices or strict_devices
+            stack.compile = (stack.compile or compile) and not plain
         set_filters(self._task, filters.get("FREEZE"), filters.get("TRAIN_ONLY"))
         # lingvo's default is not a limit that a user has set.
         if (most := self._task.train.max_steps) != _MAX_STEPS:

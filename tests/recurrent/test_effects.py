@@ -14,10 +14,13 @@ X = np.arange(8, dtype=np.float32)
 
 
 def loss_of(body, schedule=None, **options):
-    """The loss and the gradient of the weight of two stages, the first of which runs `body`."""
+    """The loss and the gradient of the weight of two stages, the first of which runs `body`.
+
+    What `body` gets depends on the weight, and is X.
+    """
 
     def first(theta, carry, inputs, microbatch, step):
-        return [body(inputs[0]) * theta[0]], []
+        return [body(inputs[0] * theta[0] / 2) * 2], []
 
     def last(theta, carry, inputs, microbatch, step):
         return [tf.reduce_sum(inputs[0])], []
@@ -52,10 +55,15 @@ def checked(x):
     return tf.debugging.check_numerics(tf.where(x > 5, np.inf, x), "too large:") * 0 + x
 
 
-@pytest.mark.filterwarnings("ignore:.*never used")
+@pytest.mark.filterwarnings("ignore:.*never used", "ignore:.*Assert. checks or prints in the")
 @pytest.mark.parametrize(
     ("run", "body", "options"),
     [
+        (run_tf1, asserted, {"compile": True, "loop": True}),
+        (run_tf1, asserted_in_branch, {"compile": True}),
+        (run_tf1, checked, {"compile": True}),
+        (run_tf2, asserted, {"compile": True, "remat": "none"}),
+        (run_tf2, checked, {"compile": True, "loop": True}),
         (run_tf1, asserted, {"loop": True}),
         (run_tf1, asserted_in_branch, {}),
         (run_tf1, checked, {"remat": "none"}),
@@ -115,11 +123,13 @@ def waited_for(x):
         return tf.identity(x)
 
 
+@pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("loop", [False, True])
 @pytest.mark.parametrize("run", [run_tf1, run_tf2])
-def test_a_print_in_a_stage_says_which_microbatch_it_is_of(run, loop, capfd):
+def test_a_print_in_a_stage_says_which_microbatch_it_is_of(run, loop, compile, capfd):
     body = waited_for if run is run_tf1 else dangling
-    run(lambda: loss_of(body, loop=loop, remat="full" if run is run_tf1 or loop else "none"))
+    remat = "full" if run is run_tf1 or loop else "none"
+    run(lambda: loss_of(body, loop=loop, remat=remat, compile=compile))
     lines = re.findall(r"stage 's0', microbatch (\d): sees (\d)", capfd.readouterr().err)
     assert sorted(lines) == [("0", "0"), ("1", "2"), ("2", "4"), ("3", "6")]
 
@@ -138,8 +148,9 @@ def scalars(path):
     return found
 
 
+@pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("loop", [False, True])
-def test_summaries_of_tf2_are_written_once_a_microbatch(tmp_path, loop):
+def test_summaries_of_tf2_are_written_once_a_microbatch(tmp_path, loop, compile):
     writer = tf.summary.create_file_writer(str(tmp_path))
 
     def body(x):
@@ -148,7 +159,7 @@ def test_summaries_of_tf2_are_written_once_a_microbatch(tmp_path, loop):
 
     def build():
         with writer.as_default(step=3):
-            return loss_of(body, loop=loop)
+            return loss_of(body, loop=loop, compile=compile)
 
     run_tf2(build)
     writer.close()

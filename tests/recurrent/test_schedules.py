@@ -29,7 +29,7 @@ def assert_equal(mode, schedule, replicas=1, **options):
         assert len(spans) == sum(map(len, schedule.rows))
 
 
-ACTIONS, LOOP = {"loop": False}, {"loop": True}
+ACTIONS, LOOP, COMPILED = {"loop": False}, {"loop": True}, {"loop": False, "compile": True}
 # Of the mode of execution, the schedule, the form with its options, the policy and replicas.
 # Policies under 1F1B are in `tests/conformance/test_remat.py`, orders in `table/test_loop_program`.
 CASES = {
@@ -69,6 +69,15 @@ CASES = {
         "none",
         3,
     ),
+    "compiled": ("tf2", build("1f1b", 2, 3), COMPILED, "except_last", 1),
+    "compiled halves of replicas": ("tf1", build("zb_h1", 2, 2), COMPILED, "twice", 2),
+    "compiled loop": (
+        "tf2",
+        recompute(build("interleaved", 2, 4)),
+        {**COMPILED, **LOOP},
+        "selective",
+        1,
+    ),
 }
 
 
@@ -80,10 +89,11 @@ def test_pipelines_equal_the_plain_model(mode, schedule, options, remat, replica
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("compile", [False, True], ids=["operations", "compiled"])
 @pytest.mark.parametrize("mode", RUNNERS)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("remat", REMAT)
-def test_every_schedule_equals_the_plain_model_under_every_policy(mode, name, remat):
+def test_every_schedule_equals_the_plain_model_under_every_policy(mode, name, remat, compile):
     turn = NAMES.index(name) + list(REMAT).index(remat)
     # It selects layers of each stage.
     devices = 1 + turn % (2 if remat == "selective" else 4)
@@ -93,7 +103,7 @@ def test_every_schedule_equals_the_plain_model_under_every_policy(mode, name, re
         schedule = recompute(schedule)
     replicas = 1 + (microbatches == 6 and turn % 2)
     loop = turn % 5 > 1
-    assert_equal(mode, schedule, replicas, remat=REMAT[remat], loop=loop)
+    assert_equal(mode, schedule, replicas, remat=REMAT[remat], loop=loop, compile=compile)
 
 
 @functools.cache

@@ -223,6 +223,7 @@ def _check_simd(p: Any) -> None:
         ("fprop_dtype", p.fprop_dtype == tf.float16, "the loss is not scaled, which float16 needs"),
         ("state_dtype", p.state_dtype is not None, "activations keep their dtype"),
         ("strict_devices", p.strict_devices, "stages are no functions that are looked into"),
+        ("compile", p.compile, "stages are no functions that XLA could compile"),
         ("check_numerics", p.check_numerics == "results", "the loss alone is looked at ('loss')"),
     ):
         if wrong:

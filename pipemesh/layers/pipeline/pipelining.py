@@ -454,6 +454,7 @@ class PipeliningLayer(SeqLayer):
             noted_run=None if self.do_eval else self.noted_run,
             check_numerics=self._check_numerics(eagerly),
             strict_devices=p.strict_devices,
+            compile=p.compile,
         )
 
     def _check_numerics(self, eagerly: bool) -> str | None:

@@ -87,6 +87,7 @@ def define_pipelining(p: Any) -> None:
     )
     p.Define("pipelined", True, "False runs the whole batch as SeqLayer does, for comparison.")
     p.Define("strict_devices", False, "Whether an operation on another device is an error.")
+    p.Define("compile", False, "Whether XLA compiles what each action computes.")
 
 
 def set_plan(p: Any, plan: Plan, names: Collection[str] = PARAMS) -> None:
@@ -176,7 +177,7 @@ def _check_params(p: Any) -> None:
     check_batch_dim(p)
     check_flags(
         p,
-        ("loss_inside", "nested_map_fprop", "pipelined", "strict_devices"),
+        ("loss_inside", "nested_map_fprop", "pipelined", "strict_devices", "compile"),
         or_none=("loop",),
     )
     check_floating(p.name, "state_dtype", p.state_dtype)
@@ -191,6 +192,11 @@ def _check_params(p: Any) -> None:
         raise PipelineError(
             f"{p.name}: with loss_inside the last layer returns scalars and tensors, not one "
             "NestedMap; leave nested_map_fprop unset"
+        )
+    if p.compile and not p.pipelined:
+        raise PipelineError(
+            f"{p.name}: without a pipeline no stage is compiled; set pipelined=True, or leave "
+            "compile unset"
         )
     if not p.pipelined and p.fprop_dtype == tf.float16:
         raise PipelineError(

@@ -109,6 +109,7 @@ def check_options(options: Options) -> None:
         ),
         ("loop", options.loop is False, "it is always a loop (None or True)"),
         ("clock", options.clock is not None, "no action of its own can be noted (None)"),
+        ("compile", options.compile, "the stage is no function that XLA could compile (False)"),
         (
             "check_numerics",
             options.check_numerics in locating,

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.backend import collectives
+from pipemesh.backend.compiled import prepare_for_xla
 from pipemesh.backend.gradients import had_gradient, passes_on
 from pipemesh.backend.graphs import Bodies, imports_by_device
 from pipemesh.backend.operation_kinds import (
@@ -136,6 +137,7 @@ class GraphCut:
             # show the name of the inlined node, which begins with the action.
             node.experimental_debug_info.SetInParent()
         self._groups = collectives.nccl_groups(graph_def.node)
+        self._kinds: dict[str, frozenset[str]] = {}
         kept = set(map(node_of, asked_for))
         use_first(graph_def.node, Bodies(graph_def), layer_of, kept)
 
@@ -149,10 +151,55 @@ class GraphCut:
             if name in seen:
                 continue
             seen.add(name)
-            todo.extend(node_of(source) for source in self._sources(name) if source not in stop)
+            todo.extend(node_of(source) for source in self.sources(name) if source not in stop)
         return seen
 
-    def _sources(self, name: str) -> Iterator[str]:
+    @property
+    def captured(self) -> list[str]:
+        """Names of the placeholders of tensors of other graphs."""
+        return [*self._captures]
+
+    @functools.cached_property
+    def _bodies(self) -> Bodies:
+        """The functions that nodes call."""
+        return Bodies(self._graph_def)
+
+    def kinds(self, name: str) -> frozenset[str]:
+        """Returns the types of a node and of all in the functions that it calls."""
+        if name not in self._kinds:
+            within = self._bodies.within([self._nodes[name]])
+            self._kinds[name] = frozenset(node.op for node in within)
+        return self._kinds[name]
+
+    def reached(
+        self, tensors: Iterable[str], within: Container[str], given: Iterable[str]
+    ) -> set[str]:
+        """Returns the nodes `within` that depend on `tensors` not only through `given` ones."""
+        begins, stop, reached = set(tensors), set(given), set[str]()
+        for node in self._graph_def.node:
+            if node.name in within and any(
+                source in begins or (source not in stop and node_of(source) in reached)
+                for source in self.sources(node.name)
+            ):
+                reached.add(node.name)
+        return reached
+
+    def in_order(self, tensors: Iterable[str]) -> list[str]:
+        """Returns tensors in the order of the graph, which is that of alike stages, too."""
+        return sorted(tensors, key=lambda name: (self._places[node_of(name)], name))
+
+    @functools.cached_property
+    def _places(self) -> dict[str, int]:
+        return {node.name: place for place, node in enumerate(self._graph_def.node)}
+
+    def results_of(self, nodes: Container[str]) -> Iterator[str]:
+        """Yields the tensors of nodes that others take."""
+        for node in self._graph_def.node:
+            for source in self.sources(node.name):
+                if node_of(source) in nodes:
+                    yield source
+
+    def sources(self, name: str) -> Iterator[str]:
         """Returns the tensors that a node needs; for a collective also the inputs of its peers."""
         yield from map(tensor_name, self._nodes[name].input)
         yield from (f"{other}:0" for other in self._groups.get(name, ()))
@@ -284,20 +331,27 @@ class GraphCut:
     ) -> list[str]:
         """Returns the tensors of `known` nodes, sorted, that `tensors` need first, given `cuts`."""
         stop = set(cuts)
+        return sorted(name for name in self.begins(tensors, known, stop) if name not in stop)
+
+    def begins(
+        self, tensors: Iterable[str], known: Container[str], given: Container[str]
+    ) -> list[str]:
+        """Returns the tensors, of `known` nodes or `given`, that `tensors` need first.
+
+        Graphs that compute the same have them in the same order.
+        """
         first: dict[str, None] = {}
         seen: set[str] = set()
         todo = list(tensors)
         while todo:
             tensor = todo.pop()
-            if tensor in stop:
-                continue
             node = node_of(tensor)
-            if node in known:
+            if tensor in given or node in known:
                 first[tensor] = None
             elif node not in seen:
                 seen.add(node)
-                todo.extend(self._sources(node))
-        return sorted(first)
+                todo.extend(self.sources(node))
+        return [*first]
 
     def paste(
         self,
@@ -306,26 +360,30 @@ class GraphCut:
         effects: Sequence[str] = (),  # other nodes to paste
         checked: Container[str] = (),  # nodes computed before: what they check is not checked again
         due: tf.Tensor | None = None,  # dead in an action that is not due
+        compiles: bool = False,  # whether XLA compiles them, on one device and without checks
     ) -> list[tf.Tensor]:
         """Rebuilds in the current graph the nodes that compute `fetches` from `values`."""
         graph: Any = tf.compat.v1.get_default_graph()
         # A function that is being built captures them; a graph of TF1 has them.
         capture = getattr(graph, "capture", lambda tensor: tensor)
-        replacements = {name: capture(tensor) for name, tensor in self._captures.items()}
-        replacements.update(values)
-        computed = [name for name in dict.fromkeys(fetches) if name not in replacements]
-        keep = self.ancestors([*computed, *(f"{name}:0" for name in effects)], cuts=replacements)
+        given = {*values, *self._captures}
+        computed = [name for name in dict.fromkeys(fetches) if name not in given]
+        keep = self.ancestors([*computed, *(f"{name}:0" for name in effects)], cuts=given)
         part = tf.compat.v1.GraphDef(versions=self._graph_def.versions)
         part.library.CopyFrom(self._graph_def.library)
         nodes = [node for node in self._graph_def.node if node.name in keep]
         part.node.extend(nodes)
         collectives.rename_nccl_groups(part.node)
         for node in part.node:
-            if node.op in CHECK_AND_HAND_ON and node.name in checked:
+            if node.op in CHECK_AND_HAND_ON and (compiles or node.name in checked):
                 node.op = "Identity"
                 node.attr.pop("message", None)
-        used = {tensor_name(s) for node in nodes for s in node.input} & replacements.keys()
-        input_map = {name: replacements[name] for name in used}
+        if compiles:
+            prepare_for_xla(part)
+        used = {tensor_name(s) for node in nodes for s in node.input} & given
+        input_map = {name: values[name] for name in used & values.keys()}
+        captured = {name: capture(self._captures[name]) for name in used - values.keys()}
+        input_map |= captured
         for node in part.node:
             if due is not None and node.op in _ONLY_IF_DUE:
                 node.input.append("^due")
@@ -341,7 +399,10 @@ class GraphCut:
         for name, tensor in result.items():
             # Shapes that Python code has set are not part of a graph's definition.
             tensor.set_shape(self._graph.get_tensor_by_name(name).shape)
-        return [replacements[name] if name in replacements else result[name] for name in fetches]
+        result |= captured | dict(values)
+        return [
+            result[name] if name in result else capture(self._captures[name]) for name in fetches
+        ]
 
 
 def tensor_name(source: str) -> str:

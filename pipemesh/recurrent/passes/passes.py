@@ -14,6 +14,7 @@ import tensorflow as tf
 from pipemesh.backend.graphs import results_beside_sources
 from pipemesh.backend.operation_kinds import has_effects
 from pipemesh.backend.operations import Call, add_rows, zeros
+from pipemesh.recurrent.passes.compiling import Compiler, Wanted
 from pipemesh.recurrent.passes.graph_cut import node_of
 from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.recurrent.passes.tracing import GradName, flat_names
@@ -230,8 +231,12 @@ class Passes:
         forward_probes: Sequence[Probe],
         backward_probes: Sequence[Probe],
         is_twice: bool = False,  # a `W` recomputes such nodes again
+        is_first: bool = False,  # gradients of its inputs are computed only if somebody takes them
+        compiler: Compiler | None = None,
     ) -> None:
         self._traced = traced
+        self._is_first = is_first
+        self._compiler = compiler
         self._forward_probes = forward_probes
         self._backward_probes = backward_probes
         self.cuts = Cuts(traced, recomputed, is_twice)
@@ -294,6 +299,7 @@ class Passes:
         effects: list[str] = []
         checked: Container[str] = cuts.computed
         results: list[str] = []
+        upstream: list[str] = []
         if kind == "F":
             given = {*traced.carry, *traced.handed_on, *traced.inputs}
             arguments = [t.name for t in [*replica.carry, *replica.inputs]]
@@ -305,7 +311,8 @@ class Passes:
             results = self._own(cuts.remade, number, arguments)
         elif kind in "BI":
             grads, count = traced.gradients, len(replica.inputs)
-            results = flat_names(grads.of_inputs[number * count :][:count])
+            upstream = flat_names(grads.of_inputs[number * count :][:count])
+            results = [*upstream]
             results += flat_names(grads.of_carry[number * traced.num_own :][: traced.num_own])
         if kind == "I":
             results += self._own(cuts.pending, number, arguments)
@@ -333,6 +340,13 @@ class Passes:
         note_name: list[Name] = [("note", number)] if probes else []
         specs = [*map(traced.spec, names), *(total.spec for total in totals if adds)]
         specs += [tf.TensorSpec([], tf.int64) for _ in note_name]
+        core = self._compiler and self._compiler.core(
+            traced,
+            kind,
+            replica.device,
+            names,
+            Wanted(fetches, effects, checked, upstream if self._is_first else ()),
+        )
 
         def run(*tensors: tf.Tensor) -> Tensors:
             values = dict(zip(names, tensors, strict=False))
@@ -340,7 +354,10 @@ class Passes:
             with tf.device(replica.device):
                 # Each result gets an identity, which waits for all checks and prints.
                 due = values[traced.scalars[0]] if traced.cut.asks_if_due else None
-                pasted = iter(traced.cut.paste(values, fetches, effects, checked, due))
+                if core is not None:
+                    values = core.run(traced.cut, values, due)
+                told = [*effects, *(core.checks if core else ())]
+                pasted = iter(traced.cut.paste(values, fetches, told, checked, due))
                 returned = accumulated(before, totals, where, pasted)
                 returned += [next(pasted) for _ in results]
                 if probes:

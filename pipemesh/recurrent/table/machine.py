@@ -15,6 +15,7 @@ from pipemesh.backend.operations import MaybeTensor, pin, pin_each, pin_present,
 from pipemesh.backend.structure import is_differentiable
 from pipemesh.randomness.scope import WholeDraws
 from pipemesh.recurrent.options import Options, sum_dtype
+from pipemesh.recurrent.passes.compiling import Compiler
 from pipemesh.recurrent.passes.passes import Passes, by_name, weight_sums
 from pipemesh.recurrent.passes.pieces import Cutting
 from pipemesh.recurrent.passes.traced_stage import TracedStage
@@ -213,6 +214,10 @@ class Machine:
         self._guards = False
         self.step = tf.constant(0, tf.int64) if step is None else tf.cast(step, tf.int64)
         self._clock = options.clock
+        if before is not None:
+            self.compiler = before.compiler
+        else:
+            self.compiler = Compiler() if options.compile else None
         self._stamp: Callable[..., tf.Operation] | None = None
         frozen = [[i for i, d in enumerate(of) if d is None] for of in accumulator_dtypes]
         self.traced = self._trace(
@@ -294,6 +299,8 @@ class Machine:
                 self.probes["forward"][stage],
                 self.probes["backward"][stage],
                 mode.is_twice,
+                is_first=stage == 0,
+                compiler=self.compiler,
             )
         return self._passes[stage, mode]
 

@@ -199,6 +199,7 @@ KINDS = {"did you mean 'simd'": PlanError, SCHEDULED: ScheduleError, "looped_bfs
         (language([0, 3, 6], fprop_dtype=tf.float16), "the loss is not scaled"),
         (language([0, 3, 6], state_dtype=tf.bfloat16), "activations keep their dtype"),
         (language([0, 3, 6], strict_devices=True), "strict_devices is True"),
+        (language([0, 3, 6], compile=True), "compile is True"),
         (language([0, 3, 6], check_numerics="results"), "the loss alone is looked at"),
     ],
 )

@@ -80,6 +80,7 @@ INSIDE = {"loss_inside": True}
         (2, {"loop": 1}, "loop is 1; it must be True, False or None"),
         (2, {"strict_devices": "no"}, "strict_devices is 'no'; it must be True or"),
         (2, {"loss_inside": "no"}, "loss_inside is 'no'; it must be True or False"),
+        (2, {"compile": True, "pipelined": False}, "without a pipeline no stage is compiled"),
         (2, {"nested_map_fprop": "no"}, "nested_map_fprop is 'no'; it must be True"),
         (2, {"state_dtype": tf.int32}, "state_dtype is"),
         (2, {**INSIDE, "nested_map_fprop": True}, "with loss_inside the last layer returns sca"),

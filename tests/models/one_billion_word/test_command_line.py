@@ -52,6 +52,8 @@ BAD_INPUT = [
         ["--trace_schedule: ", "has no actions"],
     ),
     (["--lowering=simd", "--strict_devices"], ["--strict_devices: ", "leave it out"]),
+    (["--lowering=simd", "--compile"], ["--compile: ", "leave it out"]),
+    (["--plain", "--compile"], ["--plain has no pipeline, for which --compile is"]),
     (["--lowering=simd", "--compute_dtype=float16"], ["use --compute_dtype=bfloat16"]),
     (
         ["--lowering=simd", "--mesh_shape=layers:5", "--boundaries=0,1,2,3,4,7"],
