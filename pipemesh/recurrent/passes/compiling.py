@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from pipemesh.backend.compiled import fingerprint, has_compiled_kernel, why_not_compiled
+from pipemesh.backend.devices import agree
 from pipemesh.backend.labels import labelled
 from pipemesh.backend.operation_kinds import (
     CHECK_AND_HAND_ON,
@@ -23,6 +25,15 @@ from pipemesh.recurrent.passes.traced_stage import TracedStage
 
 # XLA draws other random numbers from the same key, drops checks, and would lock variables.
 _APART = DRAWS_WITHOUT_STATE | EFFECTS | READS
+
+
+def _type_of(device: str) -> str:
+    return tf.DeviceSpec.from_string(device).device_type or "CPU"
+
+
+@functools.cache
+def _can_lie_on(pinned: str, device: str) -> bool:
+    return agree(tf.DeviceSpec.from_string(pinned), tf.DeviceSpec.from_string(device))
 
 
 class _NotCompiledError(Exception):
@@ -67,8 +78,8 @@ class Compiler:
 
     def __init__(self) -> None:
         self._made: dict[str, Call | str] = {}
-        # By stage and kind of its actions.
-        self.uncompiled: dict[tuple[str, str], str] = {}
+        # Stages with the kind of their actions.
+        self._warned: set[tuple[str, str]] = set()
 
     def core(
         self,
@@ -83,8 +94,8 @@ class Compiler:
             return self._core(traced, device, given, wanted)
         except _NotCompiledError as error:
             key = traced.stage.name, kind
-            if key not in self.uncompiled:
-                self.uncompiled[key] = str(error)
+            if key not in self._warned:
+                self._warned.add(key)
                 warnings.warn(
                     f"stage {key[0]!r}: its pass {kind} is not compiled, but runs operation by "
                     f"operation: {error}",
@@ -106,13 +117,12 @@ class Compiler:
                 f"a replica lies on {traced.stage.of_home.group} devices, and a computation of XLA "
                 "on one"
             )
-        device_type = tf.DeviceSpec.from_string(device).device_type or "CPU"
         given = [*given, *cut.captured]
         effects = [f"{name}:0" for name in wanted.effects]
         needed = cut.ancestors([*fetches, *effects], given)
         surely = [name for name in fetches if name not in wanted.maybe]
         constants = {name for name in needed if cut.kinds(name) == {"Const"}}
-        apart = {name for name in needed if self._is_apart(cut, name, device_type)}
+        apart = {name for name in needed if self._is_apart(cut, name, device)}
         heavy = cut.reached(traced.weights, needed, given)
         before = cut.ancestors([f"{name}:0" for name in apart - heavy], given)
         # What depends on weights and is not for XLA has to be an end.
@@ -120,7 +130,7 @@ class Compiler:
         after = ends | cut.reached([*cut.results_of(ends)], needed, given)
         for name in map(node_of, surely):
             if name in after and traced.spec(f"{name}:0").dtype != tf.string:
-                raise _NotCompiledError(self._why(cut, ends, name, device_type))
+                raise _NotCompiledError(self._why(cut, ends, name, device))
         after |= needed - cut.ancestors([*surely, *effects], given)
         inside = needed - before - after - constants
         results = [f for f in surely if not self._is_passed_on(cut, f, inside, given)]
@@ -134,7 +144,9 @@ class Compiler:
         arguments = cut.begins(results, before - constants, {*given})
         if not results:
             return None
-        return Core(self._call(traced, device_type, arguments, results), arguments, results, checks)
+        return Core(
+            self._call(traced, _type_of(device), arguments, results), arguments, results, checks
+        )
 
     def _is_passed_on(
         self, cut: GraphCut, tensor: str, inside: set[str], given: Sequence[str]
@@ -143,21 +155,26 @@ class Compiler:
         needed = cut.ancestors([tensor], given) & inside
         return all(cut.kinds(name) <= IDENTITIES for name in needed)
 
-    def _is_apart(self, cut: GraphCut, name: str, device_type: str) -> bool:
+    def _is_apart(self, cut: GraphCut, name: str, device: str) -> bool:
         """Returns whether a node is not for XLA."""
         kinds = cut.kinds(name)
+        if not all(_can_lie_on(own, device) for own in cut.devices(name)):
+            return True
         if len(kinds) == 1 and kinds <= CHECK_AND_HAND_ON:
             return False
-        return any(op in _APART or not has_compiled_kernel(op, device_type) for op in kinds)
+        return any(op in _APART or not has_compiled_kernel(op, _type_of(device)) for op in kinds)
 
-    def _why(self, cut: GraphCut, ends: set[str], result: str, device_type: str) -> str:
+    def _why(self, cut: GraphCut, ends: set[str], result: str, device: str) -> str:
         """Returns why a result that depends on `ends` is not computed by XLA."""
-        name = min(ends & cut.ancestors([f"{result}:0"]) or ends)
-        ops = sorted(op for op in cut.kinds(name) if op in _APART)
-        ops = ops or sorted(o for o in cut.kinds(name) if not has_compiled_kernel(o, device_type))
+        name = cut.in_order(ends & cut.ancestors([f"{result}:0"]) or ends)[0]
+        kinds, type_of = sorted(cut.kinds(name)), _type_of(device)
+        ops = [op for op in kinds if op in _APART]
+        ops = ops or [op for op in kinds if not has_compiled_kernel(op, type_of)] or kinds
         layer = labelled("layer", name)
         where = f" of layer {layer!r}" if layer is not None else ""
-        if ops[0] in DRAWS_WITHOUT_STATE:
+        if elsewhere := [own for own in cut.devices(name) if not _can_lie_on(own, device)]:
+            why = f"is pinned to {elsewhere[0]}, but a computation of XLA is on {device}"
+        elif ops[0] in DRAWS_WITHOUT_STATE:
             why = "draws random numbers within a loop or branch, or of a shape that weights decide"
         elif ops[0] in EFFECTS:
             why = "checks or prints in the middle of it"

@@ -137,7 +137,7 @@ class GraphCut:
             # show the name of the inlined node, which begins with the action.
             node.experimental_debug_info.SetInParent()
         self._groups = collectives.nccl_groups(graph_def.node)
-        self._kinds: dict[str, frozenset[str]] = {}
+        self._called: dict[str, tuple[frozenset[str], frozenset[str]]] = {}
         kept = set(map(node_of, asked_for))
         use_first(graph_def.node, Bodies(graph_def), layer_of, kept)
 
@@ -166,10 +166,18 @@ class GraphCut:
 
     def kinds(self, name: str) -> frozenset[str]:
         """Returns the types of a node and of all in the functions that it calls."""
-        if name not in self._kinds:
-            within = self._bodies.within([self._nodes[name]])
-            self._kinds[name] = frozenset(node.op for node in within)
-        return self._kinds[name]
+        return self._kinds_and_devices(name)[0]
+
+    def devices(self, name: str) -> frozenset[str]:
+        """Returns the devices of a node and of all in the functions that it calls."""
+        return self._kinds_and_devices(name)[1]
+
+    def _kinds_and_devices(self, name: str) -> tuple[frozenset[str], frozenset[str]]:
+        if name not in self._called:
+            within = [*self._bodies.within([self._nodes[name]])]
+            kinds, devices = (node.op for node in within), (node.device for node in within)
+            self._called[name] = frozenset(kinds), frozenset(devices)
+        return self._called[name]
 
     def reached(
         self, tensors: Iterable[str], within: Container[str], given: Iterable[str]
