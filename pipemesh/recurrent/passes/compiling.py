@@ -52,8 +52,9 @@ class Wanted(NamedTuple):
 class Core(NamedTuple):
     """What XLA computes of a pass.
 
-    Before it are random numbers, reads of variables, and what they need; after it checks, prints
-    and summaries.
+    Before it are random numbers, reads of variables, and other operations that XLA does not take,
+    as far as they depend on neither weights nor activations, with what they need. After it are
+    checks, prints and summaries.
     """
 
     call: Call
@@ -117,15 +118,16 @@ class Compiler:
                 f"a replica lies on {traced.stage.of_home.group} devices, and a computation of XLA "
                 "on one"
             )
+        floats = [name for name in given if traced.spec(name).dtype.is_floating]
         given = [*given, *cut.captured]
         effects = [f"{name}:0" for name in wanted.effects]
         needed = cut.ancestors([*fetches, *effects], given)
         surely = [name for name in fetches if name not in wanted.maybe]
         constants = {name for name in needed if cut.kinds(name) == {"Const"}}
         apart = {name for name in needed if self._is_apart(cut, name, device)}
-        heavy = cut.reached(traced.weights, needed, given)
+        heavy = cut.reached(floats, needed, given)
         before = cut.ancestors([f"{name}:0" for name in apart - heavy], given)
-        # What depends on weights and is not for XLA has to be an end.
+        # What depends on weights or activations and is not for XLA has to be an end.
         ends = apart & heavy
         after = ends | cut.reached([*cut.results_of(ends)], needed, given)
         for name in map(node_of, surely):
@@ -175,7 +177,7 @@ class Compiler:
         if elsewhere := [own for own in cut.devices(name) if not _can_lie_on(own, device)]:
             why = f"is pinned to {elsewhere[0]}, but a computation of XLA is on {device}"
         elif ops[0] in DRAWS_WITHOUT_STATE:
-            why = "draws random numbers within a loop or branch, or of a shape that weights decide"
+            why = "draws random numbers in a loop or branch, or of a shape that is not known before"
         elif ops[0] in EFFECTS:
             why = "checks or prints in the middle of it"
         else:

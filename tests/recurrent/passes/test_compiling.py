@@ -61,6 +61,10 @@ def trained(body=product, number=2, devices=1, mode="tf2", **options):
         return session.run(build())
 
 
+def without_weight(x, weight):
+    return without_kernel(x, tf.eye(4)) + weight[0]
+
+
 def elsewhere(x, weight):
     with tf.device("CPU:7"):
         return tf.matmul(x, weight)
@@ -70,11 +74,12 @@ def elsewhere(x, weight):
     ("arguments", "reason"),
     [
         ({"body": without_kernel}, r"\(AsString\) has no kernel of XLA"),
+        ({"body": without_weight}, r"\(AsString\) has no kernel of XLA"),
         ({"body": at_each_input, "mode": "tf1"}, r"\(StatelessRandomUniformV2\) draws random num"),
         ({"body": elsewhere}, r"\(MatMul\) is pinned to .*CPU:7, but .* on CPU:0"),
         ({"devices": 2}, "a replica lies on 2 devices, and a computation of XLA on one"),
     ],
-    ids=["kernel", "draws", "pinned", "devices"],
+    ids=["kernel", "weightless", "draws", "pinned", "devices"],
 )
 @pytest.mark.filterwarnings("ignore:.* is not compiled, but runs")
 def test_what_xla_does_not_take_is_named_and_runs_as_before(arguments, reason):
