@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "benchmarks" / "shared"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from shared.contender import Contender, serve
+from shared.stack import quiet, set_threads, sum_of_squares, tf2_step
 
 DIM, HIDDEN, LENGTH, ROWS, MICROBATCHES = 64, 256, 32, 4, 2
 # Stages, and the devices that they are on.
@@ -35,15 +36,13 @@ class _Rows:
 
 def measure(num_stages: int, num_devices: int, compile: bool) -> list[float]:
     """Seconds until the first step has ended, and of the fastest of three later ones."""
-    import stack
-
+    quiet()
+    set_threads(2, 1, num_devices)
     from pipemesh.backend.devices import prepare_graphs_quickly
-
-    stack.quiet()
-    prepare_graphs_quickly()
-    stack.set_threads(2, 1, num_devices)
     from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer
     from pipemesh.layers.named import TransformerBlock
+
+    prepare_graphs_quickly()
 
     def params() -> Any:
         cells = [
@@ -72,7 +71,7 @@ def measure(num_stages: int, num_devices: int, compile: bool) -> list[float]:
 
     begin = time.perf_counter()
     rows: Any = _Rows()
-    run = stack.tf2_step(params, rows, num_devices, stack.sum_of_squares)
+    run = tf2_step(params, rows, num_devices, sum_of_squares)
     seconds = []
     for _ in range(4):
         run()
@@ -84,25 +83,20 @@ def measure(num_stages: int, num_devices: int, compile: bool) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--case", help="the one that this process measures")
-    parser.add_argument("--compile", action="store_true", help="whether it is compiled")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.case:
-        print(json.dumps(measure(*CASES[arguments.case], arguments.compile)))
+    if arguments.serve:
+        case, compiles = json.loads(arguments.serve)
+        serve(lambda: measure(*CASES[case], compiles))
         return
-    import children
-
     found: dict[tuple[str, bool], list[list[float]]] = {}
     for _ in range(arguments.rounds):
         for case in CASES:
             for compiles in (False, True):
-                command = [sys.executable, __file__, f"--case={case}"]
-                command += ["--compile"] * compiles
-                child = children.start(command, stdout=-1, stderr=-3, text=True)
-                printed = child.communicate()[0]
-                if child.returncode:
-                    raise SystemExit(f"{case}: the process ended with {child.returncode}")
-                found.setdefault((case, compiles), []).append(json.loads(printed.split("\n")[-2]))
+                given = json.dumps([case, compiles])
+                process = Contender([sys.executable, __file__, "--serve", given])
+                found.setdefault((case, compiles), []).append(process.ask())
+                process.close()
     one = {
         compiles: statistics.median(first for first, _ in found["1 stage", compiles])
         for compiles in (False, True)
