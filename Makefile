@@ -11,7 +11,7 @@ ONE_MORE ?= $(shell expr $$(nproc) + 1)
 TRAIN_FLAGS ?= --model=OneBillionWordTiny --mesh_shape=layers:2 --num_microbatches=8 --steps=300
 LOGDIR ?= runs/OneBillionWordTiny
 
-.PHONY: train check few test test-all gpu lint style types docs wheel clean
+.PHONY: train check few test test-all gpu gpu-bench lint style types docs wheel clean
 
 train: $(STAMP)
 	$(BIN)/python -m models.one_billion_word.train $(TRAIN_FLAGS) --logdir=$(LOGDIR)
@@ -47,6 +47,10 @@ test-all: $(STAMP)
 # The tests marked `gpu` on the GPUs of this machine; without one all are skipped.
 gpu: $(STAMP)
 	PIPEMESH_TEST_DEVICES=GPU $(PYTEST) -m gpu --cases=all
+
+# One table of speeds of a GPU.
+gpu-bench: $(STAMP)
+	$(BIN)/python benchmarks/gpu/run.py
 
 lint: style types
 

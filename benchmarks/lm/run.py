@@ -15,6 +15,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from shared.contender import ROOT, Contender, serve_timed, take_turns
 from shared.mkl_shim import mkl_shim
+from shared.products import of_language_model, products_step
+from shared.stack import quiet, set_threads
 from shared.torch_environment import torch_python, torch_version
 
 sys.path.insert(0, str(ROOT))
@@ -48,6 +50,25 @@ BARS = {
 }
 
 
+def request_of(flags: list[str], folder: str):
+    """What flags of the trainer ask for."""
+    from models.one_billion_word import command_line
+    from pipemesh.commands.flags import Command, parse
+
+    command = Command("benchmark", None, command_line.FLAGS_OF_TRAINING)
+    parse(["benchmark", *flags, f"--logdir={folder}"], command)
+    return command_line.request()
+
+
+def trainer_step(flags: list[str], folder: str):
+    """A step of the trainer, which returns the loss."""
+    from models.one_billion_word import kind
+
+    request = request_of(flags, folder)
+    trainer, _ = kind.make_trainer(request, kind.read_text(request))
+    return lambda: (trainer.train_step()["loss"],)
+
+
 def make_step(name: str, flags: list[str], folder: str, dropout: float):
     """A step of training with these flags; the vocabulary in `folder` is shared."""
     if name == LINGVO:
@@ -55,17 +76,14 @@ def make_step(name: str, flags: list[str], folder: str, dropout: float):
 
         return lingvo_step(num_microbatches=4, dropout=dropout)
     if name == PRODUCTS:
-        from products import products_step
+        quiet()
+        set_threads(inter_op=2, intra_op=1, num_devices=2)
+        from models.one_billion_word.sizes import Tiny
 
-        return products_step()
-    from models.one_billion_word import command_line, kind
-    from pipemesh.commands.flags import Command, parse
-
-    command = Command("benchmark", None, command_line.FLAGS_OF_TRAINING)
-    parse(["benchmark", *flags, f"--dropout_prob={dropout}", f"--logdir={folder}"], command)
-    request = command_line.request()
-    trainer, _ = kind.make_trainer(request, kind.read_text(request))
-    return lambda: (trainer.train_step()["loss"],)
+        # Half of the rows on each of two devices.
+        half = of_language_model(Tiny, Tiny.BATCH_SIZE // 2)
+        return products_step(half, ["CPU:0", "CPU:1"])
+    return trainer_step([*flags, f"--dropout_prob={dropout}"], folder)
 
 
 def main() -> None:

@@ -193,7 +193,11 @@ def set_threads(inter_op: int, intra_op: int, num_devices: int) -> None:
 
 
 def tf2_step(
-    make_params: Callable[[], Any], stack: Stack, num_devices: int, loss_of: Callable[[Any], Any]
+    make_params: Callable[[], Any],
+    stack: Stack,
+    num_devices: int,
+    loss_of: Callable[[Any], Any],
+    device_type: str = "CPU",
 ) -> Callable[[], tuple[float, float]]:
     """A compiled step of a layer in lingvo's eager mode.
 
@@ -202,6 +206,7 @@ def tf2_step(
         stack: for its input.
         num_devices: how many devices its mesh has.
         loss_of: the loss, of the layer's output.
+        device_type: `CPU` or `GPU`.
 
     Returns:
         A function that runs a step with all gradients and returns the loss and the norm of the
@@ -215,7 +220,7 @@ def tf2_step(
 
     mesh = Mesh((("layers", num_devices),))
     py_utils.SetEagerMode(True)
-    with mesh_cluster(mesh):
+    with mesh_cluster(mesh, device_type=device_type):
         py_utils.GetOrCreateGlobalStepVar()
         layer = make_params().Instantiate()
     variables = layer.vars.Flatten()
@@ -229,7 +234,7 @@ def tf2_step(
         return loss, tape.gradient(loss, variables)
 
     def run():
-        with mesh_cluster(mesh):
+        with mesh_cluster(mesh, device_type=device_type):
             loss, grads = step()
             return float(loss), float(tf.linalg.global_norm(grads[:1]))
 

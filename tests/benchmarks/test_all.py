@@ -22,6 +22,7 @@ SMALLEST = {
     "executor": ["--parts", "waiting", "--waiting_rounds=1", "--waiting_tables", "gpipe"],
     "finetune": None,  # torch
     "first_step": ["--rounds=1"],
+    "gpu": ["--device_type=CPU", "--lm_flags=--model=OneBillionWordTiny", "--rounds=1"],
     "hosts": ["--rounds=1", "--parts=ratios"],
     "lm": ["--rounds=1"],
     "long": [
