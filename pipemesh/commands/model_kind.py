@@ -305,6 +305,9 @@ def _changes(there: Any, now: Any) -> list[str]:
     for name, (before, after) in _differences(there.get("settings", {}), now["settings"]).items():
         if there.get(WEIGHTS_ONLY) and _OF_A_RUN.search(name):
             continue
+        if name not in there.get("settings", {}) and after == "False":
+            # A switch that was added since, and is off.
+            continue
         # A stack's params repeat the plan, or are empty where the class leaves them out.
         old, new = plan.get(values.get(name.rpartition(".")[2], ""), (None, None))
         if _as_in_plan(before) != old and _as_in_plan(after) != new:
