@@ -51,7 +51,7 @@ BARS = {
 
 
 def request_of(flags: list[str], folder: str):
-    """What flags of the trainer ask for."""
+    """Parses flags of the trainer into a request."""
     from models.one_billion_word import command_line
     from pipemesh.commands.flags import Command, parse
 

@@ -58,7 +58,7 @@ def _register_inner(function: Any) -> None:
     """Makes the functions that an imported graph brought along known, as long as `function` is."""
     context = eager_context()
     for inner in function.graph.as_graph_def().library.function:
-        # TensorFlow counts how often it is told of a function.
+        # TensorFlow counts additions, and drops a function after as many removals.
         context.add_function_def(inner)
         forget = weakref.finalize(function, context.remove_function, inner.signature.name)
         forget.atexit = False

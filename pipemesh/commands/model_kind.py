@@ -302,10 +302,11 @@ def _changes(there: Any, now: Any) -> list[str]:
     values |= {"mesh_shape": "mesh", "layout": "layout"}
     plan = _differences(there.get("plan", {}), now["plan"])
     changes = list(plan.items())
-    for name, (before, after) in _differences(there.get("settings", {}), now["settings"]).items():
+    settings = there.get("settings", {})
+    for name, (before, after) in _differences(settings, now["settings"]).items():
         if there.get(WEIGHTS_ONLY) and _OF_A_RUN.search(name):
             continue
-        if name not in there.get("settings", {}) and after == "False":
+        if name not in settings and after == "False":
             # A switch that was added since, and is off.
             continue
         # A stack's params repeat the plan, or are empty where the class leaves them out.

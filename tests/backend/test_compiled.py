@@ -1,4 +1,4 @@
-"""What XLA takes, and which functions are the same to it."""
+"""Tests of XLA support of functions, and of their fingerprints."""
 
 import pytest
 import tensorflow as tf

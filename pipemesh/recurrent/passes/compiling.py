@@ -41,7 +41,7 @@ class _NotCompiledError(Exception):
 
 
 class Wanted(NamedTuple):
-    """What a pass is for."""
+    """The results and side effects of a pass."""
 
     fetches: Sequence[str]  # the tensors that it computes
     effects: Sequence[str]  # the nodes that check or print
@@ -50,7 +50,7 @@ class Wanted(NamedTuple):
 
 
 class Core(NamedTuple):
-    """What XLA computes of a pass.
+    """The part of a pass that XLA computes.
 
     Before it are random numbers, reads of variables, and other operations that XLA does not take,
     as far as they depend on neither weights nor activations, with what they need. After it are
@@ -78,7 +78,8 @@ class Compiler:
     """
 
     def __init__(self) -> None:
-        self._made: dict[str, Call | str] = {}
+        # By fingerprint and type of device.
+        self._made: dict[tuple[str, str], Call | str] = {}
         # Stages with the kind of their actions.
         self._warned: set[tuple[str, str]] = set()
 
@@ -197,7 +198,7 @@ class Compiler:
             function = tf.function(run, autograph=False).get_concrete_function(
                 *map(traced.spec, arguments)
             )
-        key = fingerprint(function)
+        key = fingerprint(function), device_type
         if key not in self._made:
             why = why_not_compiled(function, device_type)
             self._made[key] = why or Call(function, compiles=True)

@@ -1,4 +1,4 @@
-"""What XLA computes of a stage, what stays outside of it, and what is named."""
+"""Tests of compiled passes: shared computations, and warnings about the others."""
 
 import numpy as np
 import pytest
