@@ -15,6 +15,7 @@ from pipemesh.commands.texts import (
     DECODE_FLAGS,
     OWN,
     TAKEN,
+    TAKEN_TO_SCORE,
     in_order,
     json_number,
     line_of,
@@ -64,8 +65,7 @@ def check_without_text() -> None:
 def perplexity(argv: list[str], about: str | None) -> int:
     """Prints the perplexity of a file as the flags say; returns the exit code."""
     process.import_quietly()
-    taken = (*TAKEN, "num_microbatches", "schedule", "strict_devices", "compile")
-    kind = parse_for_texts("score", argv, about, PERPLEXITY_FLAGS, taken)
+    kind = parse_for_texts("score", argv, about, PERPLEXITY_FLAGS, TAKEN_TO_SCORE)
     text = text_file.whole(FLAGS.text)
     subject, path, tokens, rows = model_of(kind, "score", ())
     window = FLAGS.window or min(tokens.length, _WINDOW)

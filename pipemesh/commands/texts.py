@@ -75,6 +75,8 @@ TAKEN = (
     *("compute_dtype", "device_type"),
     *(name for name in workers.NAMES if name != "elastic"),
 )
+# Those that `score` takes as well, with `--text` or without.
+TAKEN_TO_SCORE = (*TAKEN, "num_microbatches", "schedule", "strict_devices", "compile")
 # Help of --logdir, which they need.
 _LOGDIR = "Log directory of the training; --checkpoint may stand in its place."
 # A file with this ending has a string of JSON a line, which is the text exactly.
@@ -443,8 +445,7 @@ SCORE_FLAGS = grouped(
 def score(argv: list[str]) -> int:
     """Scores texts as the flags say, and prints scores in their order; returns the exit code."""
     process.import_quietly()
-    taken = (*TAKEN, "num_microbatches", "schedule", "strict_devices", "compile")
-    kind = parse_for_texts("score", argv, _ABOUT_SCORE, SCORE_FLAGS, taken)
+    kind = parse_for_texts("score", argv, _ABOUT_SCORE, SCORE_FLAGS, TAKEN_TO_SCORE)
     texts = read_texts("scored")
     subject, path, tokens, rows = model_of(kind, "score", texts)
     from pipemesh.decoding import Scorer
