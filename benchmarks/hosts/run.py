@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
@@ -23,6 +24,8 @@ from shared.contender import ROOT, Contender, serve_timed, take_turns
 
 sys.path.insert(0, str(ROOT))
 
+from tests.hosts.namespaces import network
+
 ONE, TWO, UNMARKED = "one process", "two workers", "two workers without marks"
 ONE_PROGRAM, TOGETHER = "one process, simd", "two workers, simd"
 PLANS = {
@@ -41,6 +44,10 @@ TRAIN = [
 ]
 SIMD = ["--lowering=simd", "--schedule=gpipe"]
 LOST = ["--steps=30", "--save_every=10"]
+# The link of the client, and who reads the data. The steps of each part of a run, of which every
+# second has that link.
+SLOW, READERS = "1mbit", ("client", "workers")
+SLOW_PART, SLOW_PARTS = 10, 7
 # Between them bytes are counted.
 SENT_STEPS = 10, 40
 
@@ -139,6 +146,79 @@ def sent(flags: list[str]) -> dict[str, float]:
     return {"measured": measured, "client": client, "predicted": predicted, "ratio": ratio}
 
 
+def slow_link() -> dict[str, dict[str, float]]:
+    """Seconds a step with a link of `SLOW` to the client, over those with an unlimited one, and its
+    bytes a step: by who reads the data. All are hosts with a network of their own.
+    """
+    figures = {}
+    with network(3) as net, contextlib.ExitStack() as stack:
+        workers = []
+        for host in (2, 3):
+            words = ["-m", "pipemesh", "worker", f"--listen={net.address(host)}"]
+            command = net.on(host, sys.executable, *words)
+            worker = start(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+            stack.callback(worker.kill)
+            assert worker.stderr
+            while "pipemesh worker:" not in (line := worker.stderr.readline()):
+                assert line, "a worker ended"
+            workers.append(re.search(r"worker: (\S+:\d+);", line)[1])  # pyright: ignore
+        for reader in READERS:
+            figures[reader] = _limited(net, 1, ",".join(workers), reader)
+    return figures
+
+
+def _limited(net: Any, host: int, workers: str, reader: str) -> dict[str, float]:
+    """The figures of one run, whose link is limited in every second part of it."""
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    counted: dict[bool, list[float]] = {False: [], True: []}
+    with tempfile.TemporaryDirectory() as folder:
+        steps = SLOW_PART * SLOW_PARTS
+        words = [*TRAIN, *PLANS["layers:2"], f"--cluster={workers}", f"--read_data={reader}"]
+        words += [f"--steps={steps}", "--save_every=10000", "--eval_every=10000"]
+        process = start(
+            net.on(host, *words, f"--logdir={folder}/run"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=ROOT,
+        )
+        assert process.stdout
+        try:
+            then = bytes_then = 0.0
+            for line in process.stdout:
+                event = json.loads(line)
+                if event["event"] != "step":
+                    continue
+                part, within = divmod(event["step"], SLOW_PART)
+                now, bytes_now = time.monotonic(), _bytes_by(net, host)
+                # The first steps build graphs, and those beside a change are of two links.
+                if part and within > 1:
+                    seconds[part % 2 == 1].append(now - then)
+                    counted[part % 2 == 1].append(bytes_now - bytes_then)
+                if part and within == 0:
+                    net.limit(host, SLOW if part % 2 == 1 else None)
+                then, bytes_then = now, bytes_now
+                if event["step"] == steps:
+                    break
+        finally:
+            process.terminate()
+            process.communicate()
+            net.limit(host, None)
+    limited, unlimited = (statistics.median(seconds[is_slow]) for is_slow in (True, False))
+    return {
+        "unlimited": unlimited,
+        "limited": limited,
+        "ratio": limited / unlimited,
+        "bytes": statistics.median(counted[False]),
+    }
+
+
+def _bytes_by(net: Any, host: int) -> float:
+    """What a host has sent and got so far."""
+    told = json.loads(net.ip(host, "-s -j link show dev eth"))[0]["stats64"]
+    return told["rx"]["bytes"] + told["tx"]["bytes"]
+
+
 def _children(pid: int) -> list[int]:
     """The processes that one has started; of a launcher workers come first."""
     return sorted(map(int, pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
@@ -205,7 +285,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", help="file to write the figures to")
-    parser.add_argument("--parts", default="ratios,sent,lost", help="which of them")
+    parser.add_argument("--parts", default="ratios,sent,slow_link,lost", help="which of them")
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--no_marks", action="store_true", help=argparse.SUPPRESS)
     arguments, rest = parser.parse_known_args()
@@ -224,6 +304,13 @@ def main() -> None:
             "{client:,.0f} from and to the client"
         )
         print(f"{name:12} {told.format(**found)}", flush=True)
+    for reader, found in slow_link().items() if "slow_link" in parts else ():
+        figures[f"slow link, {reader}"] = found
+        told = (
+            "{unlimited:.3f} s a step, {limited:.3f} s with a link of {link}, {ratio:.2f} times; "
+            "{bytes:,.0f} bytes a step"
+        )
+        print(f"read by {reader:8} {told.format(link=SLOW, **found)}", flush=True)
     signals = (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP))
     for name, number in signals if "lost" in parts else ():
         figures[name] = lost(number)

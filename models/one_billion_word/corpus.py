@@ -19,9 +19,10 @@ import functools
 import hashlib
 import itertools
 import os
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipemesh.data import text_file
 from pipemesh.data.text_file import CorpusError
@@ -63,6 +64,11 @@ class TextFiles:
     """Text in files, in reading order, with a sentence on each line."""
 
     paths: tuple[str, ...]
+
+    def __reduce__(self) -> Any:
+        # Another process reads its own files under these paths.
+        digests = tuple(file.scan.digest for file in self._found)
+        return _text_there, (tuple(map(os.path.abspath, self.paths)), digests)
 
     def __iter__(self) -> Iterator[str]:
         readable = (file.readable for file in self._found)
@@ -132,6 +138,20 @@ class _Found(NamedTuple):
     scan: text_file.Scan
     readable: str
     digest: str
+
+
+def _text_there(paths: tuple[str, ...], digests: tuple[str, ...]) -> TextFiles:
+    """Returns the files of another process's `TextFiles`; raises CorpusError if their text differs
+    here.
+    """
+    found = TextFiles(paths)
+    for file, path, digest in zip(found._found, paths, digests, strict=True):
+        if file.scan.digest != digest:
+            raise CorpusError(
+                f"{path!r} on {socket.gethostname()} says something else than where training was "
+                "started; put the same file there"
+            )
+    return found
 
 
 def _find(path: str) -> _Found:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from pipemesh.backend.dataset_functions import load_library, numpy_call
 from pipemesh.data import packing
 from pipemesh.errors import MissingPackageError, PipemeshError
 
@@ -136,6 +137,7 @@ def tokenizer(vocabulary: Vocabulary) -> Callable[[tf.Tensor], tf.RaggedTensor]:
         import tensorflow_text
     except ImportError as error:
         raise MissingPackageError("the tokenizer", "tensorflow-text", "models") from error
+    load_library(tensorflow_text.__name__)
 
     made: Any = tensorflow_text.SentencepieceTokenizer(
         model=vocabulary.model,
@@ -190,27 +192,25 @@ def _reader(text: TextFiles) -> Callable[[tf.Tensor], tf.data.Dataset]:
     """
     is_long = np.array([size > _BUFFER for size in text.sizes()], np.int64)
 
-    def named(number: np.int64) -> np.ndarray:
-        return np.array([os.fsencode(text.readable(int(number)))])
-
-    def checked(number: np.int64) -> np.ndarray:
-        return named(number)[:0]
-
     @tf.autograph.experimental.do_not_convert
-    def files(names: Callable[[np.int64], np.ndarray], number: tf.Tensor) -> tf.data.Dataset:
-        # Not stateful: a saved iterator needs no state of it.
-        found = tf.numpy_function(names, [number], tf.string, stateful=False)
+    def files(most: int, number: tf.Tensor) -> tf.data.Dataset:
+        (found,) = numpy_call(functools.partial(_readable, text, most), [number], [tf.string])
         return tf.data.TextLineDataset(tf.ensure_shape(found, [None]), buffer_size=_BUFFER)
 
     @tf.autograph.experimental.do_not_convert
     def read(number: tf.Tensor) -> tf.data.Dataset:
-        lines = files(named, number)
+        lines = files(1, number)
         if not is_long.any():
             return lines
         again = tf.data.Dataset.range(number, number + tf.gather(is_long, number))
-        return lines.concatenate(again.flat_map(functools.partial(files, checked)))
+        return lines.concatenate(again.flat_map(functools.partial(files, 0)))
 
     return read
+
+
+def _readable(text: TextFiles, most: int, number: np.ndarray) -> list[np.ndarray]:
+    """Checks the file with a number, and returns at most so many paths to read: its own."""
+    return [np.array([os.fsencode(text.readable(int(number)))])[:most]]
 
 
 def _shuffled_lines(text: Sentences | TextFiles) -> Callable[[tf.Tensor], tf.data.Dataset]:

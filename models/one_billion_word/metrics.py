@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from pipemesh.text import short
 from pipemesh.training.subject import ratio
@@ -89,22 +92,36 @@ class Score:
         )
 
 
-def score(
-    nats: np.ndarray, labels: np.ndarray, weights: np.ndarray, vocabulary: Vocabulary
-) -> Score:
-    """Scores a batch.
+def sums(nats: Any, labels: Any, weights: Any, vocabulary: Vocabulary) -> dict[str, tf.Tensor]:
+    """Returns the attributes of a batch's `Score` as scalars, float64 and int64.
 
     `nats` are the negative log likelihoods of `labels`. `weights` are 1 for tokens, and 0 for
     padding, whose nats may be anything.
     """
-    real = np.asarray(weights) > 0
-    tokens = np.asarray(labels)[real]
-    return Score(
-        nats=float(np.sum(np.asarray(nats)[real], dtype=np.float64)),
-        tokens=int(tokens.size),
-        words=int(vocabulary.piece_words[tokens].sum()),
-        bytes=int(vocabulary.piece_bytes[tokens].sum()),
-    )
+    real = tf.greater(weights, 0)
+
+    def summed(values: Any, dtype: tf.DType) -> tf.Tensor:
+        return tf.reduce_sum(tf.where(real, tf.cast(values, dtype), tf.zeros([], dtype)))
+
+    return {
+        "nats": summed(nats, tf.float64),
+        "tokens": summed(real, tf.int64),
+        "words": summed(tf.gather(vocabulary.piece_words, labels), tf.int64),
+        "bytes": summed(tf.gather(vocabulary.piece_bytes, labels), tf.int64),
+    }
+
+
+def score(
+    nats: np.ndarray, labels: np.ndarray, weights: np.ndarray, vocabulary: Vocabulary
+) -> Score:
+    """Scores a batch, as `sums`."""
+    return score_of(sums(nats, labels, weights, vocabulary))
+
+
+def score_of(values: Mapping[str, Any]) -> Score:
+    """Returns the score with these `sums`."""
+    nats, *counts = (values[field.name] for field in dataclasses.fields(Score))
+    return Score(float(nats), *map(int, counts))
 
 
 def bits_per_byte(nats: float, num_bytes: float) -> float:

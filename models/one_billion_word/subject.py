@@ -11,10 +11,11 @@ import tensorflow as tf
 from pipemesh.training.run.console import waiting
 from pipemesh.training.subject import Subject, ratio
 
-from . import heldout, metrics
+from . import heldout
 from .about import About
 from .corpus import Corpus
 from .input import PREFETCHED_BATCHES, heldout_dataset, train_dataset
+from .metrics import Score, score_of, sums
 from .params import LanguageModelParams, input_shapes_of, stage_flops_of
 from .unigram import fit_unigram
 from .vocabulary import Vocabulary
@@ -64,17 +65,17 @@ class LanguageModelSubject(Subject):
         return heldout.draw(self._corpus, self._vocabulary, batches=batches, **self._sizes)
 
     def outcome(self, metrics: Mapping[str, Any], per_example: Mapping[str, Any]) -> Any:
-        """Returns the cross entropy of every label."""
-        return per_example["xent"]
+        """Returns the sums of a batch's score, so that no labels are fetched from devices."""
+        xent, labels, weights = (per_example[name] for name in ("xent", "labels", "weights"))
+        return sums(xent, labels, weights, self._vocabulary)
 
-    def score(self, batch: Any, outcome: Any, loss: str) -> metrics.Score:
+    def score(self, batch: Any, outcome: Any, loss: str) -> Score:
         """Returns the score in bits per byte, and per token and word."""
-        labels, weights = batch["labels"].numpy(), batch["weights"].numpy()
-        return metrics.score(outcome, labels, weights, self._vocabulary)
+        return score_of(outcome)
 
-    def nothing(self) -> metrics.Score:
+    def nothing(self) -> Score:
         """Returns the score of no text."""
-        return metrics.Score()
+        return Score()
 
     def input_shapes(self) -> Sequence[Any]:
         """Returns the shapes of the stack's five inputs."""

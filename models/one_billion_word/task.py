@@ -40,16 +40,17 @@ class LanguageModel(base_model.BaseTask):
         return py_utils.NestedMap(zip(self.OUTPUTS, outputs, strict=False))
 
     def ComputeLoss(self, theta, predictions, input_batch):
-        """Returns the metrics `loss` (nats per token) and `num_tokens`, and `xent` of every
-        example.
+        """Returns the metrics `loss` (nats per token) and `num_tokens`, and of every example
+        `xent`, `labels` and `weights`.
         """
-        del theta, input_batch
+        del theta
         num_tokens = predictions.num_tokens
         loss = tf.math.divide_no_nan(predictions.loss, num_tokens)
         metrics = py_utils.NestedMap(
             loss=(loss, num_tokens), num_tokens=(num_tokens, tf.constant(1.0))
         )
-        return metrics, py_utils.NestedMap(xent=predictions.xent)
+        per_example = {name: input_batch[name] for name in ("labels", "weights")}
+        return metrics, py_utils.NestedMap(per_example, xent=predictions.xent)
 
     def DecodeArgs(self, ids, places):
         """Returns arguments of `stack` that predict what follows tokens.

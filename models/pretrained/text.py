@@ -26,6 +26,10 @@ class FolderSpelling:
     folder: str
     starts: bool = False
 
+    def __reduce__(self) -> Any:
+        # For another process, with another working folder.
+        return type(self), (os.path.abspath(self.folder), self.starts)
+
     def __call__(self) -> tuple[Tokenizer | None, int]:
         """Reads the files; raises WeightsError if they are unusable."""
         config = configs.read(os.path.join(self.folder, configs.FILE))

@@ -40,6 +40,10 @@ class LearnedSpelling:
     size: int
     sources: str | Callable[[], str]
 
+    def __reduce__(self) -> Any:
+        # For another process, with another working folder, in which the pieces are.
+        return type(self), (os.path.abspath(self.folder), self.size, self.sources)
+
     def __call__(self) -> tuple[Tokenizer, int]:
         """Reads or learns the pieces.
 

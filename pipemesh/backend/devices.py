@@ -205,10 +205,17 @@ _LOOPS = ("While", "StatelessWhile")
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 
 
-def place_beside_inputs(graph: tf.Graph) -> None:
-    """Gives each operation of a complete graph without a device that of its largest input."""
+def place_beside_inputs(graph: tf.Graph, fed: str = "") -> None:
+    """Gives each operation of a complete graph without a device that of its largest input; the
+    graph is fed with tensors that lie on the device `fed`, if that is known.
+    """
     captured: dict[str, str] = {}
-    for outside, inside in getattr(graph, "captures", ()):
+    captures = getattr(graph, "captures", ())
+    if fed:
+        inside = {inner.op.name for _, inner in captures}
+        placeholders = [o.name for o in graph.get_operations() if o.type == "Placeholder"]
+        captured = {name: fed for name in placeholders if name not in inside}
+    for outside, inside in captures:
         if outside.dtype == tf.resource and not tf.is_symbolic_tensor(outside):
             captured[inside.op.name] = outside.device
     # By name of a tensor, where it lies; "" if nothing says it. Operations come in order.

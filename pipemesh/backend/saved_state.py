@@ -81,15 +81,25 @@ _FAIL_ON_EXTERNAL_STATE = 2
 def iterator_state(iterator: Any) -> tf.Tensor:
     """Returns the position of an eager iterator, as variants that `SaveV2` writes."""
     # Raises a `tf.errors.OpError` if the dataset has state that cannot be saved.
-    return tf.raw_ops.SerializeIterator(
-        resource_handle=iterator._iterator_resource, external_state_policy=_FAIL_ON_EXTERNAL_STATE
-    )
+    with tf.device(device_of_iterator(iterator)):
+        return tf.raw_ops.SerializeIterator(
+            resource_handle=iterator._iterator_resource,
+            external_state_policy=_FAIL_ON_EXTERNAL_STATE,
+        )
 
 
 def set_iterator_state(iterator: Any, state: tf.Tensor) -> None:
     """Moves an iterator to a position that `iterator_state` returned for an equal dataset."""
     # Raises a `tf.errors.OpError` if the position is that of another dataset.
-    tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=state)
+    with tf.device(device_of_iterator(iterator)):
+        tf.raw_ops.DeserializeIterator(
+            resource_handle=iterator._iterator_resource, serialized=state
+        )
+
+
+def device_of_iterator(iterator: Any) -> str:
+    """Returns the device on which an eager iterator reads its dataset."""
+    return iterator._iterator_resource.device
 
 
 def is_iterator(value: Any) -> bool:

@@ -16,6 +16,7 @@ import tensorflow as tf
 from pipemesh.backend.cluster import host_of, own_host, task_of
 from pipemesh.backend.saved_state import (
     SlicedVariable,
+    device_of_iterator,
     is_iterator,
     iterator_state,
     set_iterator_state,
@@ -90,10 +91,12 @@ def _entry(name: str, value: Any) -> Entry:
         return Entry(name, variable.dtype, piece.whole, parts)
     if is_iterator(value):
 
-        def read(_: str) -> tf.Tensor:
-            return iterator_state(value)
+        def read(host: str) -> tf.Tensor:
+            with tf.device(host):
+                return tf.identity(iterator_state(value))
 
-        part = Part("", 0, own_host(), read, lambda state: set_iterator_state(value, state))
+        host = host_of(device_of_iterator(value))
+        part = Part("", 0, host, read, lambda state: set_iterator_state(value, state))
         return Entry(name, tf.variant, None, [part])
     if isinstance(value, tf.Variable):
         return Entry(name, value.dtype, tuple(static_sizes(value)), [_part(value, "")])

@@ -55,6 +55,7 @@ from pipemesh.training.run import (
     EVAL_BATCHES,
     LOG_FORMATS,
     ON_NONFINITE,
+    READERS,
     TRACKER,
     console,
     trackers,
@@ -488,6 +489,7 @@ _OF_A_CALL = (
     "find_learning_rate",
     "log_format",
     "profile_steps",
+    "read_data",
     *(flag.name for flag in CHOICE_FLAGS),
     *workers.NAMES,
 )
@@ -513,6 +515,14 @@ def training_flags(drawn: str = "the first ones") -> tuple[Flag, ...]:
                 least=0,
                 help="Train up to this step; a model's own p.train.max_steps is the default before "
                 "this one.",
+            ),
+            Flag(
+                "read_data",
+                default="client",
+                choices=READERS,
+                help="Who reads the data: this program; or of --cluster the worker of the first "
+                "stage, so that no batch passes this program. Files and modules then lie on "
+                "workers under the same paths.",
             ),
             Flag(
                 "steps_per_call",

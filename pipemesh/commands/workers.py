@@ -321,6 +321,8 @@ WORKER = Command(
 def worker(argv: list[str]) -> int:
     """Runs the command; returns its exit code."""
     flags = parse(argv, WORKER)
+    # Datasets of clients call functions of the project.
+    process.look_here()
     # It loads TensorFlow, which announces itself.
     process.import_quietly()
     from pipemesh.hosts.worker import run_worker

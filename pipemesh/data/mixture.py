@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
 
+from pipemesh.backend.dataset_functions import numpy_call
 from pipemesh.data import packing
 from pipemesh.data.corruption import Corrupt, Corruption, SpanCorruption
 from pipemesh.data.documents import Spelling, documents_of
 from pipemesh.data.rows import PACKINGS, Counts, PairRows, Rows, Tokens
-from pipemesh.data.sources import Source, digest_of, parse_sources
+from pipemesh.data.sources import Source, absolute, digest_of, parse_sources
 from pipemesh.errors import DataError
 from pipemesh.text import nearest_text
 
@@ -264,14 +266,34 @@ class DocumentBatches:
 
     def __call__(self) -> tf.data.Dataset:
         """Returns the dataset; raises DataError if the documents cannot be read."""
-        rows, (corrupt, lengths) = self._rows(), self._prepared()
+        (_, lengths), read = self._prepared(), _Reader(self)
         if self.seed is None:
-            return _in_order(rows, self.batch_size, *lengths, corrupt)
+            one_by_one = tf.data.Dataset.range(sum(map(len, self._rows())))
+            rows = one_by_one.map(_packed(read, 1, *lengths)).unbatch()
+            return rows.batch(self.batch_size)
+        packed = _packed(read, self.batch_size, *lengths, has_buckets=bool(self.buckets))
+        return tf.data.Dataset.counter().map(packed)
+
+    def _reader(self) -> Callable[[int], dict[str, np.ndarray]]:
+        """Returns a function from the number of a batch of a mixture, or of one of all rows in
+        order, to its rows, as in `Rows.read`; raises DataError as a call.
+        """
+        rows, (corrupt, _) = self._rows(), self._prepared()
+        if self.seed is None:
+            return functools.partial(_row_in_order, rows, corrupt)
         weights = [source.weight for source in self._parsed]
-        if not self.buckets:
-            return _endless(Mixture(rows, weights, self.seed, corrupt), self.batch_size, *lengths)
-        mixture = BucketMixture(rows, weights, self.seed, self.row_lengths(), corrupt)
-        return _endless(mixture, self.batch_size, *lengths, has_buckets=True)
+        if self.buckets:
+            mixture = BucketMixture(rows, weights, self.seed, self.row_lengths(), corrupt)
+        else:
+            mixture = Mixture(rows, weights, self.seed, corrupt)
+        return functools.partial(mixture.batch, size=self.batch_size)
+
+    def _elsewhere(self) -> DocumentBatches:
+        """Returns the same batches for another process, which reads its own files."""
+        found = dataclasses.replace(self)
+        # Paths are relative to the folder of this process.
+        found.__dict__["_parsed"] = tuple(map(absolute, self._parsed))
+        return found
 
     def row_lengths(self) -> list[int]:
         """Returns the lengths of rows that batches may have, in ascending order."""
@@ -336,8 +358,10 @@ class DocumentBatches:
         files, and digests of the tokenizer, as they were when they were first needed.
         """
         found = {
-            f"source {number}": f"{source}, files {digest_of(source)}"
-            for number, source in enumerate(self._parsed, 1)
+            f"source {number}": f"{source}, files {digest}"
+            for number, (source, digest) in enumerate(
+                zip(self._parsed, self._files, strict=True), 1
+            )
         }
         if self.source_length is not None:
             found["source_length"] = str(self.source_length)
@@ -346,6 +370,11 @@ class DocumentBatches:
         if self.buckets:
             found["buckets"] = ",".join(map(str, self._shorter()))
         return found | getattr(self.spelling, "digests", {})
+
+    @functools.cached_property
+    def _files(self) -> list[str]:
+        """Returns the digest of each source's files, as they were when they were first needed."""
+        return [digest_of(source) for source in self._parsed]
 
     @functools.cached_property
     def _parsed(self) -> tuple[Source, ...]:
@@ -380,41 +409,51 @@ def _rows_of(
     return [rows(source) for source in sources]
 
 
-def _endless(
-    mixture: Mixture | BucketMixture,
-    batch_size: int,
-    length: int,
-    source_length: int | None,
-    has_buckets: bool = False,
-) -> tf.data.Dataset:
-    """Returns the batches of a mixture without end, as in `packing.pack`."""
+class _Reader:
+    """A function from the number of a batch to its arrays, in this process or in another one."""
 
-    def read(step: np.int64) -> list[Any]:
-        return list(mixture.batch(int(step), batch_size).values())
+    def __init__(self, documents: DocumentBatches) -> None:
+        self._documents, self._read = documents, documents._reader()
 
-    packed = _packed(read, batch_size, length, source_length, has_buckets)
-    return tf.data.Dataset.counter().map(packed)
+    def __reduce__(self) -> Any:
+        documents = self._documents
+        digests = {**getattr(documents.spelling, "digests", {})}
+        return _reader_there, (documents._elsewhere(), documents._files, digests)
+
+    def __call__(self, number: np.int64) -> list[np.ndarray]:
+        return list(self._read(int(number)).values())
 
 
-def _in_order(
-    rows: Sequence[Rows | PairRows],
-    batch_size: int,
-    length: int,
-    source_length: int | None,
-    corrupt: Corrupt | None = None,
-) -> tf.data.Dataset:
-    """Returns all rows of all sources once, in order; the last batch may be smaller."""
+def _reader_there(
+    documents: DocumentBatches, files: Sequence[str], spelling: Mapping[str, str]
+) -> _Reader:
+    """Returns the reader of another process; raises DataError if its files differ here."""
+    host = socket.gethostname()
+    for source, digest, there in zip(documents._parsed, documents._files, files, strict=True):
+        if digest != there:
+            raise DataError(
+                f"data {source.path!r} on {host} differs from where training was started; put the "
+                "same files there"
+            )
+    for name, digest in getattr(documents.spelling, "digests", {}).items():
+        if digest != spelling.get(name):
+            raise DataError(
+                f"{name} on {host} differs from where training was started; put the same tokenizer "
+                "there"
+            )
+    return _Reader(documents)
+
+
+def _row_in_order(
+    rows: Sequence[Any], corrupt: Corrupt | None, number: int
+) -> dict[str, np.ndarray]:
+    """Returns a row of all rows of all sources, in order, as a batch."""
     ends = np.cumsum([len(each) for each in rows])
-
-    def read(number: np.int64) -> list[Any]:
-        source = int(np.searchsorted(ends, number, side="right"))
-        found: Any = rows[source].read(int(number - ends[source]) + len(rows[source]))
-        if corrupt is not None:
-            found = corrupt(found, _bits((0, 0), int(number), _CORRUPTIONS))
-        return [values[np.newaxis] for values in found.values()]
-
-    one_by_one = tf.data.Dataset.range(int(ends[-1])).map(_packed(read, 1, length, source_length))
-    return one_by_one.unbatch().batch(batch_size)
+    source = int(np.searchsorted(ends, number, side="right"))
+    found = rows[source].read(int(number - ends[source]) + len(rows[source]))
+    if corrupt is not None:
+        found = corrupt(found, _bits((0, 0), number, _CORRUPTIONS))
+    return {name: values[np.newaxis] for name, values in found.items()}
 
 
 def _packed(
@@ -429,8 +468,7 @@ def _packed(
 
     @tf.autograph.experimental.do_not_convert
     def batch(number: tf.Tensor) -> Mapping[str, tf.Tensor]:
-        # Not stateful: a saved iterator needs no state of it.
-        found: Any = tf.numpy_function(read, [number], dtypes, stateful=False)
+        found = numpy_call(read, [number], dtypes)
         own, source = found[: len(_DTYPES)], found[len(_DTYPES) :]
         shape = [batch_size, None if has_buckets else length]
         shaped = [tf.ensure_shape(tensor, shape) for tensor in own]

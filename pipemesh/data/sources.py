@@ -197,6 +197,18 @@ def paths_of(source: Source) -> list[str]:
     return found
 
 
+def absolute(source: Source) -> Source:
+    """Returns the source with absolute paths, for a process with another working folder."""
+    names = ("path", "completions", "data_dir")
+    paths = {name: getattr(source, name) for name in names}
+    changed = {
+        name: os.path.abspath(path)
+        for name, path in paths.items()
+        if path and not path.startswith(TFDS)
+    }
+    return dataclasses.replace(source, **changed)
+
+
 def digest_of(source: Source) -> str:
     """Returns sizes and a digest of samples of a source's files; raises DataError if there are
     none.

@@ -83,7 +83,9 @@ def _serve(port: int, ip: str | None, cpu_devices: int) -> tuple[Any, int]:
     import tensorflow as tf
 
     from pipemesh.backend.cluster import COLLECTIVE_LEADER, keep_to
+    from pipemesh.backend.dataset_functions import accept_calls
 
+    accept_calls()
     cores = os.cpu_count() or 1
     config = tf.compat.v1.ConfigProto(
         device_count={"CPU": cpu_devices},

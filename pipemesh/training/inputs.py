@@ -198,6 +198,9 @@ class Batches:
         """
         try:
             batch = next(self.iterator)
+            for leaf in tf.nest.flatten(batch):
+                # A worker answers before it has read; the shape waits for it, and has its error.
+                _ = leaf.shape
         except (tf.errors.OpError, StopIteration) as error:
             self._go_back()
             why = "it has ended" if isinstance(error, StopIteration) else reason(error)

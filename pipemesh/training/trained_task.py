@@ -15,6 +15,7 @@ import tensorflow as tf
 from lingvo.core import base_model, cluster_factory, py_utils
 from lingvo.core import learner as lingvo_learner
 
+from pipemesh.backend.cluster import pass_variables_as_one
 from pipemesh.backend.devices import place_beside_inputs
 from pipemesh.backend.saved_state import create_slots
 from pipemesh.errors import PipemeshError, TrainingError
@@ -240,6 +241,8 @@ class TrainedTask:
         # For each source of the data a regular expression of names of the weights that it trains
         # (`bprop_variable_filters`).
         self.filters: Sequence[str] = ()
+        # The CPU of the worker on which batches lie; "" for this process.
+        self.reader = ""
         # Variables that the step updates outside the optimizer, and their values before the step.
         self._others: list[tf.Variable] = []
         self._before: list[tf.Variable] = []
@@ -382,8 +385,6 @@ class TrainedTask:
         # A failed step is not counted.
         with tf.control_dependencies([update]):
             self.step.assign_add(1)
-        if any(stack.simd is not None for stack in self.pipelines):
-            place_beside_inputs(tf.compat.v1.get_default_graph())
         losses, _, stats = applied[0]
         rate = stats["learning_rate"][0]
         # lingvo computes none if each gradient is clipped by its own.
@@ -392,7 +393,16 @@ class TrainedTask:
         if len(norms) > 1:
             norm = None if None in norms else tf.norm(tf.stack(norms))
         told = self._gradients_of(gradients) if tells_gradients else {}
-        return losses[0], rate, norm, outcome(metrics, per_example), told
+        found = outcome(metrics, per_example)
+        self._place()
+        return losses[0], rate, norm, found, told
+
+    def _place(self) -> None:
+        """Lets a call of the current graph, which is complete, send little to devices."""
+        graph = tf.compat.v1.get_default_graph()
+        if self.reader or any(stack.simd is not None for stack in self.pipelines):
+            place_beside_inputs(graph, self.reader)
+        pass_variables_as_one(graph)
 
     def _apply(self, metrics: Any, mask: Any) -> tuple[list[Any], Any]:
         """Applies all learners, or none if a loss or a gradient of any is not finite; returns what
@@ -454,7 +464,9 @@ class TrainedTask:
         """Returns the result of `outcome` for a batch, without training."""
         with py_utils.GlobalStepContext(self.step):
             py_utils.ResetStepSeed()
-            return outcome(*self.task.FPropTower(self.task.theta, _nested_map(batch)))
+            found = outcome(*self.task.FPropTower(self.task.theta, _nested_map(batch)))
+        self._place()
+        return found
 
     def predict(self, batch: Any) -> Any:
         """Returns the task's predictions for a batch as nested tensors, without training."""

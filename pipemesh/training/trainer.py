@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import tensorflow as tf
 
-from pipemesh.backend.cluster import task_of
+from pipemesh.backend.cluster import host_of, task_of
+from pipemesh.backend.dataset_functions import calls_this_process
 from pipemesh.backend.devices import short_name
 from pipemesh.backend.graphs import record_placement
 from pipemesh.backend.peak import peak_flops
 from pipemesh.checkpoint import Manifest
 from pipemesh.checkpoint.manifest import BASE, WEIGHTS_ONLY
+from pipemesh.checkpoint.reader import reason
 from pipemesh.errors import DataError, NotFiniteError, PipemeshError, RescaledError, TrainingError
 from pipemesh.hosts import watch
 from pipemesh.layers import Report, report
@@ -338,15 +341,20 @@ class Trainer:
         # Read the data after the model is built. Its initializers set TensorFlow's seed, and a new
         # seed resets the state of operations, including tokenizers. Data that restarts continues
         # with new epochs.
-        dataset = subject.train_data(self.step)
+        self.trained.reader = self._reader(options.read_data)
+        with self._where_data_is_read():
+            dataset = subject.train_data(self.step)
+            if self.trained.reader and calls_this_process(dataset):
+                raise DataError(
+                    f"{subject.name}: its data calls functions of Python in this process, as "
+                    "tf.numpy_function and from_generator do, so batches would pass it; leave "
+                    "--read_data=workers out"
+                )
+            self.batches = Batches(dataset, subject.read_ahead)
         self.trained.filters = subject.filters
-        try:
-            self.sample = Sample((), "none, learning rates are tried")
-            if not options.find_learning_rate:
-                self.sample = subject.sample(options.eval_batches or EVAL_BATCHES)
-        except tf.errors.OpError as error:
-            raise vanished(error) from error
-        self.batches = Batches(dataset, subject.read_ahead)
+        self.sample = Sample((), "none, learning rates are tried")
+        if not options.find_learning_rate:
+            self.sample = self._sample(options.eval_batches or EVAL_BATCHES)
         self.best: tuple[float | None, int] = (None, 0)
         self.judged, self.keeps_place = 0, False
         if self.restored:
@@ -399,6 +407,43 @@ class Trainer:
         # (True) and of several, for each shape of batches.
         self._is_strict = any(s.params.strict_devices for s in self.trained.pipelines)
         self._checked = set[tuple[bool, str]]()
+
+    def _reader(self, who: str) -> str:
+        """Returns the CPU of the worker that reads the data; "" if this process does."""
+        if who == "client":
+            return ""
+        host = host_of(self.trained.all_devices()[0])
+        if task_of(host) is None:
+            raise TrainingError(
+                f"--read_data={who} is for workers; give their addresses by --cluster, or leave "
+                "it out"
+            )
+        return host
+
+    @contextlib.contextmanager
+    def _where_data_is_read(self) -> Iterator[None]:
+        """Places datasets made inside; errors of a worker that makes them get one line."""
+        if not self.trained.reader:
+            yield
+            return
+        try:
+            with tf.device(self.trained.reader):
+                yield
+        except tf.errors.OpError as error:
+            watch.check_workers(error)
+            raise DataError(f"the data cannot be read ({reason(error)})") from error
+
+    def _sample(self, batches: int) -> Sample:
+        """Returns the held-out batches for evaluation during the run, which are sent once."""
+        try:
+            sample = self.subject.sample(batches)
+        except tf.errors.OpError as error:
+            raise vanished(error) from error
+        if not self.trained.reader:
+            return sample
+        with self._where_data_is_read():
+            there = [tf.nest.map_structure(tf.identity, batch) for batch in sample.batches]
+        return dataclasses.replace(sample, batches=there)
 
     def _note_run(self, stack: Any, run: Any) -> None:
         stack.noted_run = None
@@ -605,7 +650,8 @@ class Trainer:
     def _next_batch(self) -> Any:
         try:
             return self.batches.next()
-        except DataError:
+        except DataError as error:
+            watch.check_workers(error)
             self.saving.follow(self.batches)
             self._skip = self.batches.skip
             raise

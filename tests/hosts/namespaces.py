@@ -98,6 +98,13 @@ class Network:
         for host, peer in ((one, other), (other, one)):
             self.ip(host, f"neigh del {self.address(peer)} dev eth")
 
+    def limit(self, host, rate):
+        """Limits what a host sends and gets to a rate such as `1mbit`; None for no limit."""
+        for place, device in ((host, "eth"), (0, f"to{host}")):
+            change = f"replace dev {device} root tbf rate {rate} burst 5kb latency 1s"
+            words = change.split() if rate else f"del dev {device} root".split()
+            subprocess.run(self.on(place, "tc", "qdisc", *words), check=True, capture_output=True)
+
     def end(self):
         for each in self._there:
             each.kill()

@@ -64,9 +64,10 @@ def test_the_report_with_workers_is_like_any_other(undisturbed):
 
 def test_workers_that_are_killed_or_stopped_come_back_or_are_replaced(undisturbed, tmp_path):
     """A worker is killed and returns; one stops and a spare replaces it; another stops and, since
-    the run is elastic, is left out until it is back."""
+    the run is elastic, is left out until it is back. Data is read by the worker of the first stage,
+    which is lost, too."""
     logdir = tmp_path / "run"
-    words = ("--elastic", "--worker_wait=8")
+    words = ("--elastic", "--worker_wait=8", "--read_data=workers")
     with training(logdir, *words, launch=("--processes=2", "--spares=1")) as run:
         run.until_step(12)
         os.kill(run.workers()[1], signal.SIGKILL)

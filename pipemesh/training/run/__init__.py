@@ -12,6 +12,8 @@ EVAL_BATCHES = 16
 LOG_FORMATS = ("text", "json")
 # The tracker of runs for which none is chosen.
 TRACKER = "tensorboard"
+# Who reads batches.
+READERS = ("client", "workers")
 # Skip the step, or end the run.
 ON_NONFINITE = ("skip", "stop")
 
@@ -23,6 +25,8 @@ class Options:
     Attributes:
         logdir: the log directory.
         steps: the step to train up to.
+        read_data: who reads the data, one of `READERS`: this process, or the worker of the first
+            stage.
         steps_per_call: most steps in one call of the graph. A call ends where something else is
             due.
         save_every: steps between checkpoints.
@@ -52,6 +56,7 @@ class Options:
 
     logdir: str
     steps: int
+    read_data: str = "client"
     steps_per_call: int = 1
     save_every: int = 100
     eval_every: int = 100

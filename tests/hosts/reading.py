@@ -1,0 +1,136 @@
+"""A program that reads data on a worker and in this process.
+
+    python -m tests.hosts.reading WORKER FOLDER
+
+Prints a line of JSON with what differs between the two, and the errors of data that a worker cannot
+read.
+"""
+
+import functools
+import json
+import os
+import sys
+import tempfile
+
+import numpy as np
+import tensorflow as tf
+
+from models.one_billion_word.corpus import Sentences, corpus_from_folder
+from models.one_billion_word.input import train_dataset
+from models.one_billion_word.vocabulary import train_vocabulary
+from pipemesh.backend.cluster import worker_devices
+from pipemesh.backend.dataset_functions import calls_this_process
+from pipemesh.checkpoint import Checkpoints
+from pipemesh.checkpoint.reader import restore
+from pipemesh.data import DocumentBatches
+from pipemesh.errors import PipemeshError
+from pipemesh.hosts import Cluster
+from pipemesh.hosts.client import connect
+from pipemesh.training.inputs import NAME, Batches
+
+LINES = [f"the {number} of them says {number * 7} words" for number in range(200)]
+READ = 3
+
+
+def no_tokenizer():
+    return None, 100
+
+
+def text_files(folder):
+    corpus = corpus_from_folder(folder, "*.txt", "heldout")
+    vocabulary = train_vocabulary(Sentences(tuple(LINES)), 300)
+    return train_dataset(corpus, vocabulary, batch_size=4, sequence_length=32, seed=3)
+
+
+def documents(folder, **more):
+    return DocumentBatches(f"{folder}/ids.jsonl", no_tokenizer, 16, 2, seed=5, **more)
+
+
+def nobody_elsewhere(folder):
+    return DocumentBatches(f"{folder}/ids.jsonl", lambda: (None, 100), 16, 2, seed=5)()
+
+
+def other_files(folder):
+    found = documents(folder)
+    # As if they were others where training was started.
+    found.__dict__["_files"] = ["other"]
+    return found()
+
+
+def python_of_tensorflow(_):
+    def twice(number):
+        return number * 2
+
+    return tf.data.Dataset.range(9).map(lambda n: tf.numpy_function(twice, [n], tf.int64))
+
+
+def batches(make, worker=None):
+    with tf.device(worker):
+        return Batches(make())
+
+
+def same(one, other):
+    return all(np.array_equal(one[name].numpy(), other[name].numpy()) for name in one)
+
+
+def compared(make, worker, folder):
+    here, there, later, resumed = (batches(make, place) for place in (None, worker, worker, None))
+    found = {}
+    for _ in range(READ):
+        wanted, read = here.next(), there.next()
+        found["batches"] = found.get("batches", True) and same(wanted, read)
+        found["on"] = {name: tensor.backing_device for name, tensor in read.items()}
+    path = Checkpoints(folder, {NAME: there.iterator}).save(READ, {})
+    wanted = here.next()
+    for name, reader in (("there again", later), ("resumed here", resumed)):
+        restore(path, {NAME: reader.iterator})
+        found[name] = same(wanted, reader.next())
+    return found
+
+
+def error(make, worker):
+    try:
+        batches(make, worker).next()
+    except PipemeshError as refused:
+        return str(refused)
+
+
+def main(address, folder):
+    connect(Cluster.from_text(address))
+    (worker,) = worker_devices("CPU")[0]
+    makes = {
+        "text files": functools.partial(text_files, folder),
+        "documents": documents(folder),
+        "buckets": documents(folder, packing="whole", buckets="8"),
+    }
+    os.chdir(folder)
+    makes["relative"] = documents(".")
+    foreign = python_of_tensorflow(None), makes["documents"](), text_files(folder)
+    refused = {
+        make.__name__: error(functools.partial(make, folder), worker)
+        for make in (nobody_elsewhere, other_files)
+    }
+    found = {
+        name: compared(make, worker, tempfile.mkdtemp(dir=folder)) for name, make in makes.items()
+    }
+    print(
+        json.dumps(
+            {
+                "read": found,
+                "refused": refused,
+                "worker": worker,
+                "foreign": [calls_this_process(dataset) for dataset in foreign],
+            }
+        ),
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    # Workers import what reads the data; they know another `__main__`.
+    from tests.hosts import reading
+
+    reading.main(*sys.argv[1:])
+    # Python would wait for what is connected.
+    sys.stdout.flush()
+    os._exit(0)
