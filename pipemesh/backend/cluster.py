@@ -19,7 +19,6 @@ from tensorflow.core.protobuf import tensorflow_server_pb2
 from tensorflow.python import _pywrap_tfe, pywrap_tfe
 from tensorflow.python.eager import context, core
 from tensorflow.python.framework import constant_op
-from tensorflow.python.ops import handle_data_util
 
 from pipemesh.addresses import (
     LOOPBACK_INTERFACE,
@@ -351,27 +350,3 @@ def host_of(device: str) -> str:
         return own_host()
     spec = tf.DeviceSpec.from_string(device)
     return spec.replace(device_type="CPU", device_index=0).to_string()
-
-
-def pass_variables_as_one(graph: Any) -> None:
-    """Passes the variables of each device of a worker to a complete graph as one tensor.
-
-    A call sends the workers 114 bytes for each tensor that lies there, which for a model of a few
-    hundred variables is most of what this process sends in a step.
-    """
-    captured: dict[str, list[tuple[Any, tf.Tensor]]] = {}
-    for outside, inside in graph.captures:
-        if outside.dtype == tf.resource and task_of(outside.device) is not None:
-            captured.setdefault(outside.device, []).append((outside, inside))
-    for device, pairs in captured.items():
-        with tf.init_scope(), tf.device(device):
-            packed = tf.raw_ops.Pack(values=[outside for outside, _ in pairs], axis=0)
-        with tf.device(device):
-            handles = tf.raw_ops.Unpack(value=graph.capture(packed), num=len(pairs), axis=0)
-        for (outside, inside), handle in zip(pairs, handles, strict=True):
-            handle_data_util.copy_handle_data(inside, handle)
-            for operation in inside.consumers():
-                for number, tensor in enumerate(operation.inputs):
-                    if tensor is inside:
-                        operation._update_input(number, handle)
-            graph.function_captures.pop(id(outside))

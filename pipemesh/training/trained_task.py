@@ -15,8 +15,11 @@ import tensorflow as tf
 from lingvo.core import base_model, cluster_factory, py_utils
 from lingvo.core import learner as lingvo_learner
 
-from pipemesh.backend.cluster import pass_variables_as_one
-from pipemesh.backend.devices import place_beside_inputs
+from pipemesh.backend.complete_graphs import (
+    pass_variables_as_one,
+    place_beside_inputs,
+    skip_passing_on,
+)
 from pipemesh.backend.saved_state import create_slots
 from pipemesh.errors import PipemeshError, TrainingError
 from pipemesh.hosts.client import note_stages
@@ -401,6 +404,7 @@ class TrainedTask:
         """Lets a call of the current graph, which is complete, send little to devices."""
         graph = tf.compat.v1.get_default_graph()
         if self.reader or any(stack.simd is not None for stack in self.pipelines):
+            skip_passing_on(graph)
             place_beside_inputs(graph, self.reader)
         pass_variables_as_one(graph)
 

@@ -10,7 +10,6 @@ from pipemesh.backend.devices import (
     check_threads,
     device_of_scope,
     is_device,
-    place_beside_inputs,
     processor_beside,
     short_name,
     start_cpu_devices,
@@ -130,38 +129,3 @@ def test_the_device_of_an_eager_scope_is_known():
     assert device_of_scope() == ""
     with tf.device("CPU:1"):
         assert device_of_scope().endswith("CPU:1")
-
-
-def test_devices_and_colocation_are_kept_and_else_the_largest_input_decides():
-    def build():
-        with tf.device("CPU:0"):
-            rate = tf.zeros([], name="rate")
-        with tf.device("CPU:1"):
-            x = tf.zeros([9])
-        tf.identity(tf.multiply(rate, x, name="scaled"), name="next")
-        with tf.device("CPU:0"):
-            tf.identity(x, name="moved")
-        with tf.compat.v1.get_default_graph().colocate_with(x.op):
-            tf.identity(x, name="beside")
-        tf.constant(1, name="alone")
-
-    with tf.Graph().as_default() as graph:
-        build()
-        place_beside_inputs(graph)
-    found = {operation.name: operation.device[-5:] for operation in graph.get_operations()}
-    assert (found["scaled"], found["next"], found["moved"], found["alone"]) == (
-        *("CPU:1", "CPU:1", "CPU:0", ""),
-    )
-
-
-def test_a_loop_returns_values_where_they_entered():
-    @tf.function(autograph=False)
-    def looped():
-        with tf.device("CPU:0"):
-            x, y = tf.zeros([2]), tf.zeros([3])
-        x, y = tf.while_loop(lambda x, y: x[0] < 1.0, lambda x, y: (x + 1.0, y), (x, y))
-        tf.identity(x, name="after")
-        place_beside_inputs(tf.compat.v1.get_default_graph())
-
-    operation = looped.get_concrete_function().graph.get_operation_by_name("after")
-    assert operation.device.endswith("CPU:0")

@@ -2,8 +2,8 @@
 
     python -m tests.hosts.reading WORKER FOLDER
 
-Prints a line of JSON with what differs between the two, and the errors of data that a worker cannot
-read.
+Prints a line of JSON: what differs between the two, the errors of data that a worker cannot read,
+and what this process sends and gets in a step of training.
 """
 
 import functools
@@ -15,21 +15,24 @@ import tempfile
 import numpy as np
 import tensorflow as tf
 
+from models.one_billion_word import command_line
 from models.one_billion_word.corpus import Sentences, corpus_from_folder
 from models.one_billion_word.input import train_dataset
+from models.one_billion_word.kind import make_trainer, read_text
 from models.one_billion_word.vocabulary import train_vocabulary
 from pipemesh.backend.cluster import worker_devices
 from pipemesh.backend.dataset_functions import calls_this_process
 from pipemesh.checkpoint import Checkpoints
 from pipemesh.checkpoint.reader import restore
+from pipemesh.commands.flags import Command, parse
 from pipemesh.data import DocumentBatches
 from pipemesh.errors import PipemeshError
-from pipemesh.hosts import Cluster
-from pipemesh.hosts.client import connect
 from pipemesh.training.inputs import NAME, Batches
+from tests.hosts.trained import bytes_of_sockets
 
 LINES = [f"the {number} of them says {number * 7} words" for number in range(200)]
 READ = 3
+SIZES = ["--vocab_size=400", "--batch_size=16", "--sequence_length=256"]
 
 
 def no_tokenizer():
@@ -95,8 +98,28 @@ def error(make, worker):
         return str(refused)
 
 
+def trained(address, folder):
+    """Bytes of this process in a step, and those of a batch, which the worker reads."""
+    words = [f"--cluster={address}", "--read_data=workers", "--num_microbatches=2", *SIZES]
+    words += ["--mesh_shape=layers:1", f"--logdir={tempfile.mkdtemp(dir=folder)}"]
+    parse(["reading", *words], Command("reading", None, command_line.FLAGS_OF_TRAINING))
+    request = command_line.request()
+    trainer, _ = make_trainer(request, read_text(request))
+    losses = [trainer.train_step()["loss"] for _ in range(READ)]
+    before = bytes_of_sockets()
+    losses.append(trainer.train_step()["loss"])
+    carried = bytes_of_sockets() - before
+    leaves = tf.nest.flatten(trainer.batch)
+    return {
+        "losses": losses,
+        "carried": carried,
+        "batch": sum(leaf.dtype.size * leaf.shape.num_elements() for leaf in leaves),
+        "on": [leaf.backing_device for leaf in leaves],
+    }
+
+
 def main(address, folder):
-    connect(Cluster.from_text(address))
+    found = {"trained": trained(address, folder)}
     (worker,) = worker_devices("CPU")[0]
     makes = {
         "text files": functools.partial(text_files, folder),
@@ -110,20 +133,11 @@ def main(address, folder):
         make.__name__: error(functools.partial(make, folder), worker)
         for make in (nobody_elsewhere, other_files)
     }
-    found = {
+    found["read"] = {
         name: compared(make, worker, tempfile.mkdtemp(dir=folder)) for name, make in makes.items()
     }
-    print(
-        json.dumps(
-            {
-                "read": found,
-                "refused": refused,
-                "worker": worker,
-                "foreign": [calls_this_process(dataset) for dataset in foreign],
-            }
-        ),
-        flush=True,
-    )
+    found["foreign"] = [calls_this_process(dataset) for dataset in foreign]
+    print(json.dumps({**found, "refused": refused, "worker": worker}), flush=True)
 
 
 if __name__ == "__main__":

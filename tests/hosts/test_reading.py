@@ -31,6 +31,10 @@ def test_a_worker_reads_what_one_process_reads(tmp_path):
     for name, read in found["read"].items():
         assert set(read.pop("on").values()) == {found["worker"]}, name
         assert read == dict.fromkeys(("batches", "there again", "resumed here"), True), name
+    trained = found["trained"]
+    assert set(trained["on"]) == {found["worker"]}
+    assert trained["carried"] < trained["batch"] / 4
+    assert trained["losses"] == sorted(trained["losses"], reverse=True)
     refused = found["refused"]
     assert "differs from where training was started" in refused["other_files"]
     assert "Python function that cannot be sent to a worker" in refused["nobody_elsewhere"]

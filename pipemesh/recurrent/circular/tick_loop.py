@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
-from pipemesh.backend.devices import place_beside_inputs
+from pipemesh.backend.complete_graphs import place_beside_inputs
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.mesh.mesh import LAYERS_AXIS

@@ -5,7 +5,7 @@ import tensorflow as tf
 from lingvo.core import py_utils
 
 from models.one_billion_word.params import OneBillionWordTiny
-from pipemesh.backend.devices import place_beside_inputs
+from pipemesh.backend.complete_graphs import place_beside_inputs
 from pipemesh.layers import mesh_cluster
 from pipemesh.layers.named import by_logical_name
 from pipemesh.training import prepare_optimizer
