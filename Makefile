@@ -11,7 +11,7 @@ ONE_MORE ?= $(shell expr $$(nproc) + 1)
 TRAIN_FLAGS ?= --model=OneBillionWordTiny --mesh_shape=layers:2 --num_microbatches=8 --steps=300
 LOGDIR ?= runs/OneBillionWordTiny
 
-.PHONY: train check few test test-all gpu gpu-bench lint style types docs wheel clean
+.PHONY: train check few test test-all gpu gpu-bench lint style types docs wheel release clean
 
 train: $(STAMP)
 	$(BIN)/python -m models.one_billion_word.train $(TRAIN_FLAGS) --logdir=$(LOGDIR)
@@ -69,6 +69,10 @@ docs: $(STAMP)
 wheel:
 	PYTHON=$(PYTHON) .ci/wheel
 
+# Source archive, wheel and documentation of the tag of HEAD, in dist/; REHEARSE=1 needs no tag.
+release: $(STAMP)
+	PYTHON=$(PYTHON) $(BIN)/python .ci/release.py $(if $(REHEARSE),--rehearse)
+
 # Python compiles what it imports; all of it would take half of the time of an installation.
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13) and "pipemesh needs Python 3.10 to 3.13; choose one with: make PYTHON=python3.11")'
@@ -77,4 +81,4 @@ $(STAMP): pyproject.toml
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) docs/_build runs
+	rm -rf $(VENV) docs/_build dist runs

@@ -76,7 +76,7 @@ def test_figures_of_the_first_page_stand_in_the_pages_that_it_links():
 def test_no_page_advises_to_install_another_project():
     """`pipemesh` on the package index is not this library."""
     files = [*PAGES, *(ROOT / "pipemesh").rglob("*.py"), *(ROOT / "models").rglob("*.py")]
-    advice = re.compile(r"pip install (?:-\w+ |--[\w-]+ )*['\"]?pipemesh\b")
+    advice = re.compile(r"pip install (?:-\w+ |--[\w-]+ )*['\"]?pipemesh(?![\w-])")
     for file in files:
         for line in file.read_text(encoding="utf-8").splitlines():
             if advice.search(line):

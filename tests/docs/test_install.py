@@ -1,0 +1,43 @@
+"""What the page of installation says is supported is what the project declares."""
+
+import importlib.metadata
+import pathlib
+import re
+import sys
+
+import pytest
+
+from pipemesh.commands.flags import toml_of
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def supported():
+    text = (ROOT / "docs/guides/install.md").read_text(encoding="utf-8")
+    section = text.partition("## What is supported")[2].partition("\n\n**")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if "|" in line]
+    return {name: versions for name, versions, *_ in rows[2:]}
+
+
+def test_versions_are_those_of_the_project():
+    project = toml_of(str(ROOT / "pyproject.toml"))["project"]
+    needed = project["optional-dependencies"]["tensorflow"]
+    found, least = supported(), "3.10"
+    pythons = [line.rpartition(" ")[2] for line in project["classifiers"] if ":: 3." in line]
+    assert found["Python"] == f"{least} to {pythons[-1]}"
+    assert project["requires-python"] == f">={pythons[0]},<3.{int(pythons[-1][2:]) + 1}"
+    assert pythons[0] == least
+    (tensorflow,) = [line for line in needed if line.startswith("tensorflow>")]
+    assert tensorflow.startswith(f"tensorflow>={found['TensorFlow']},<")
+    assert f"lingvo=={found['lingvo']}" in needed
+
+
+@pytest.mark.parametrize("name", ["tensorflow", "tensorflow-text", "lingvo"])
+def test_wheels_need_no_later_glibc(name):
+    tags = importlib.metadata.distribution(name).read_text("WHEEL") or ""
+    needed = [(int(a), int(b)) for a, b in re.findall(r"manylinux_(\d+)_(\d+)_", tags)]
+    needed += [(2, 17)] * ("manylinux2014" in tags)
+    assert needed, tags
+    most = re.match(r"(\d+)\.(\d+) or later", supported()["glibc"])
+    assert min(needed) <= (int(most[1]), int(most[2]))
+    assert (3, 10) <= sys.version_info[:2] <= (3, 13)
