@@ -33,6 +33,8 @@ STAMPED = {
     "CITATION.cff": re.compile(r"(?m)^(version: ).*()$"),
 }
 UNRELEASED = "Unreleased"
+# What is made in a checkout and not part of it.
+MADE = (".git", ".venv", "_build", "dist", "runs", "__pycache__", "*.egg-info", ".*cache", ".torch")
 
 
 class ReleaseError(Exception):
@@ -51,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
         check_changelog(options.folder, UNRELEASED if options.rehearse else version)
         print(f"{version}: the tag and the section of the changelog are there", flush=True)
         if not options.only_check:
-            make(options.folder, version)
+            make(options.folder, version, options.rehearse)
     except ReleaseError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -100,13 +102,13 @@ def check_changelog(folder: pathlib.Path, title: str) -> None:
         )
 
 
-def make(folder: pathlib.Path, version: str) -> None:
-    """Makes the files of a version from HEAD, and tries them."""
+def make(folder: pathlib.Path, version: str, rehearse: bool) -> None:
+    """Makes the files of a version, and tries them."""
     dist = folder / "dist"
     shutil.rmtree(dist, ignore_errors=True)
     with tempfile.TemporaryDirectory() as work:
         tools, copy = pathlib.Path(work, "tools"), pathlib.Path(work, "copy")
-        exported(folder, copy, version)
+        exported(folder, copy, version, rehearse)
         venv.create(tools, with_pip=True)
         python = str(tools / "bin/python")
         install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
@@ -118,7 +120,8 @@ def make(folder: pathlib.Path, version: str) -> None:
         if [file.name for file in files] != expected:
             raise ReleaseError(f"built were {files}, and not {expected}")
         print(run([python, "-m", "twine", "check", "--strict", *map(str, files)], folder))
-        documentation(folder, copy, dist, version)
+        earlier = [] if rehearse else versions_before(folder)
+        documentation(copy, dist, [version, *earlier])
     wheel = {**os.environ, "WHEEL": str(dist / expected[0])}
     subprocess.run([".ci/wheel"], cwd=folder, env=wheel, check=True)
     for file in sorted(dist.iterdir()):
@@ -126,13 +129,15 @@ def make(folder: pathlib.Path, version: str) -> None:
         print(f"{file.relative_to(folder)}  {file.stat().st_size:,} bytes  sha256 {digest}")
 
 
-def exported(folder: pathlib.Path, copy: pathlib.Path, version: str) -> None:
-    """Copies what HEAD has, and writes the version into it."""
-    copy.mkdir()
-    archive = subprocess.run(
-        ["git", "archive", "HEAD"], cwd=folder, check=True, capture_output=True
-    )
-    subprocess.run(["tar", "-x"], cwd=copy, check=True, input=archive.stdout)
+def exported(folder: pathlib.Path, copy: pathlib.Path, version: str, rehearse: bool) -> None:
+    """Copies what HEAD has, in a rehearsal what the folder has, and writes the version into it."""
+    if rehearse:
+        shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(*MADE))
+    else:
+        copy.mkdir()
+        command = ["git", "archive", "HEAD"]
+        archive = subprocess.run(command, cwd=folder, check=True, capture_output=True)
+        subprocess.run(["tar", "-x"], cwd=copy, check=True, input=archive.stdout)
     for name, pattern in STAMPED.items():
         path = copy / name
         text, number = pattern.subn(rf"\g<1>{version}\g<2>", path.read_text(encoding="utf-8"))
@@ -141,22 +146,25 @@ def exported(folder: pathlib.Path, copy: pathlib.Path, version: str) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def documentation(
-    folder: pathlib.Path, copy: pathlib.Path, dist: pathlib.Path, version: str
-) -> None:
-    """Archives the pages of a version. Archives of several versions unpack into one folder."""
+def versions_before(folder: pathlib.Path) -> list[str]:
+    """Returns the versions that HEAD has behind it, and its own, the newest first."""
+    tags = run(["git", "tag", "--merged", "HEAD", "--sort=-version:refname"], folder).split()
+    return [found[1] for tag in tags if (found := TAG.fullmatch(tag))]
+
+
+def documentation(copy: pathlib.Path, dist: pathlib.Path, versions: Sequence[str]) -> None:
+    """Archives the pages of the first of some versions, in a folder of its own, and a list of all:
+    archives of several versions unpack into one folder.
+    """
     pages = copy / "docs/_build"
     environment = {**os.environ, "PYTHONPATH": str(copy), "TF_CPP_MIN_LOG_LEVEL": "2"}
     words = ["-b", "html", "-c", "docs", "-d", f"{copy}/.doctrees", "-W", "-n", "-q", "."]
     sphinx = [sys.executable, "-m", "sphinx", *words, str(pages)]
     subprocess.run(sphinx, cwd=copy, env=environment, check=True)
-    tags = run(["git", "tag", "--merged", "HEAD", "--sort=-version:refname"], folder).split()
-    others = [found[1] for tag in tags if (found := TAG.fullmatch(tag))]
-    versions = list(dict.fromkeys([version, *others]))
     page = copy / "versions.html"
     links = "\n".join(
         f'<li><a href="{html.escape(name)}/index.html">{html.escape(name)}</a></li>'
-        for name in versions
+        for name in dict.fromkeys(versions)
     )
     title = "Documentation of pipemesh"
     page.write_text(
@@ -164,8 +172,8 @@ def documentation(
         f"<h1>{title}</h1>\n<ul>\n{links}\n</ul>\n",
         encoding="utf-8",
     )
-    with tarfile.open(dist / f"{NAME}-{version}-docs.tar.gz", "w:gz") as archive:
-        archive.add(pages, version)
+    with tarfile.open(dist / f"{NAME}-{versions[0]}-docs.tar.gz", "w:gz") as archive:
+        archive.add(pages, versions[0])
         archive.add(page, "index.html")
 
 

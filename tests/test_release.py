@@ -1,11 +1,13 @@
 """A release: what is wrong with a repository is said before anything is built."""
 
 import pathlib
+import shutil
 import subprocess
 import sys
 
 import pytest
 
+needs_git = pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
 ROOT = pathlib.Path(__file__).parents[1]
 PROGRAM = ROOT / ".ci/release.py"
 SOURCE = '__version__ = "0.1.0.dev0"\n'
@@ -44,6 +46,7 @@ def checked(folder, *flags):
     return done.stderr or done.stdout
 
 
+@needs_git
 def test_the_tag_of_head_is_the_version(repository):
     folder = repository(WHOLE, "v1.2.0rc1", "nightly")
     assert checked(folder).startswith("1.2.0rc1: ")
@@ -52,11 +55,13 @@ def test_the_tag_of_head_is_the_version(repository):
     assert checked(folder, "--rehearse").startswith("error: CHANGELOG.md has no section `## Unrel")
 
 
+@needs_git
 @pytest.mark.parametrize("tags", [[], ["1.2.0"], ["v1.2"], ["v1.2.0", "v1.2.1"]])
 def test_head_needs_one_tag_of_a_version(repository, tags):
     assert "needs one such as v0.1.0 or v0.1.0rc1" in checked(repository(WHOLE, *tags))
 
 
+@needs_git
 @pytest.mark.parametrize(
     ("changelog", "error"),
     [
