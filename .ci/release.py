@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         version = version_of(options.folder, options.rehearse)
-        check_changelog(options.folder, UNRELEASED if options.rehearse else version)
+        check_changelog(options.folder, None if options.rehearse else version)
         print(f"{version}: the tag and the section of the changelog are there", flush=True)
         if not options.only_check:
             make(options.folder, version, options.rehearse)
@@ -79,27 +79,28 @@ def version_of(folder: pathlib.Path, rehearse: bool) -> str:
     return versions[0]
 
 
-def check_changelog(folder: pathlib.Path, title: str) -> None:
-    """Checks that the changelog has a section of changes, and of a release its day."""
+def check_changelog(folder: pathlib.Path, version: str | None) -> None:
+    """Checks that the changelog begins with the changes of a version and its day; in a rehearsal
+    (None) it may begin with those that have none yet.
+    """
     text = (folder / "CHANGELOG.md").read_text(encoding="utf-8")
-    sections = dict(re.findall(r"(?ms)^## (.+?)\n(.*?)(?=^## |\Z)", text))
-    named = {name.split(" ")[0]: name for name in sections}
-    if title not in named:
-        raise ReleaseError(f"CHANGELOG.md has no section `## {title} (YYYY-MM-DD)`")
-    if title != UNRELEASED and not re.fullmatch(
-        rf"{re.escape(title)} \(\d{{4}}-\d\d-\d\d\)", named[title]
-    ):
-        raise ReleaseError(
-            f"CHANGELOG.md: `## {named[title]}` needs its day: `## {title} (YYYY-MM-DD)`"
-        )
-    if not re.search(r"(?m)^\* ", sections[named[title]]):
-        raise ReleaseError(
-            f"CHANGELOG.md: `## {named[title]}` names no change; each is a line `* ...`"
-        )
-    if title != UNRELEASED and re.search(r"(?m)^\* ", sections.get(UNRELEASED, "")):
-        raise ReleaseError(
-            f"CHANGELOG.md has changes under `## {UNRELEASED}`; move them to {title}"
-        )
+    sections = re.findall(r"(?ms)^## (.+?)\n(.*?)(?=^## |\Z)", text)
+    wanted = f"`## {version or '0.1.0'} (YYYY-MM-DD)`"
+    if sections and sections[0][0] == UNRELEASED:
+        unreleased = re.search(r"(?m)^\* ", sections[0][1])
+        if version is None and (unreleased or sections[1:]):
+            return
+        if unreleased:
+            raise ReleaseError(
+                f"CHANGELOG.md has changes under `## {UNRELEASED}`; give them the title {wanted}"
+            )
+        sections = sections[1:]
+    title, changes = sections[0] if sections else ("", "")
+    name = r"\S+" if version is None else re.escape(version)
+    if not re.fullmatch(rf"{name} \(\d{{4}}-\d\d-\d\d\)", title):
+        raise ReleaseError(f"CHANGELOG.md begins with the section `## {title}`, and not {wanted}")
+    if not re.search(r"(?m)^\* ", changes):
+        raise ReleaseError(f"CHANGELOG.md: `## {title}` names no change; each is a line `* ...`")
 
 
 def make(folder: pathlib.Path, version: str, rehearse: bool) -> None:
@@ -148,7 +149,9 @@ def exported(folder: pathlib.Path, copy: pathlib.Path, version: str, rehearse: b
 
 def versions_before(folder: pathlib.Path) -> list[str]:
     """Returns the versions that HEAD has behind it, and its own, the newest first."""
-    tags = run(["git", "tag", "--merged", "HEAD", "--sort=-version:refname"], folder).split()
+    before = [word for mark in ("a", "b", "rc") for word in ("-c", f"versionsort.suffix={mark}")]
+    words = ["tag", "--merged", "HEAD", "--sort=-version:refname"]
+    tags = run(["git", *before, *words], folder).split()
     return [found[1] for tag in tags if (found := TAG.fullmatch(tag))]
 
 

@@ -50,7 +50,7 @@ python_use_unqualified_type_names = True
 toc_object_entries_show_parents = "hide"
 
 html_theme = "furo"
-html_title = "pipemesh"
+html_title = f"pipemesh {release}"
 html_baseurl = ""
 html_copy_source = False
 html_show_sourcelink = False

@@ -52,7 +52,7 @@ def test_the_tag_of_head_is_the_version(repository):
     assert checked(folder).startswith("1.2.0rc1: ")
     (folder / "new").write_text("")
     assert checked(folder).startswith("error: files differ from HEAD; commit them")
-    assert checked(folder, "--rehearse").startswith("error: CHANGELOG.md has no section `## Unrel")
+    assert checked(folder, "--rehearse").startswith("0.1.0.dev0: ")
 
 
 @needs_git
@@ -65,10 +65,10 @@ def test_head_needs_one_tag_of_a_version(repository, tags):
 @pytest.mark.parametrize(
     ("changelog", "error"),
     [
-        ("# Changelog\n", "has no section `## 1.0.0 (YYYY-MM-DD)`"),
-        ("## 1.0.0\n\n* A thing.\n", "needs its day: `## 1.0.0 (YYYY-MM-DD)`"),
+        ("# Changelog\n", "begins with the section `## `, and not `## 1.0.0 (YYYY-MM-DD)`"),
+        ("## 1.0.0\n\n* A thing.\n", "and not `## 1.0.0 (YYYY-MM-DD)`"),
         ("## 1.0.0 (2027-01-31)\n\n## 0.9.0\n\n* A thing.\n", "names no change"),
-        ("## Unreleased\n\n* New.\n\n## 1.0.0 (2027-01-31)\n\n* A thing.\n", "move them to 1.0.0"),
+        ("## Unreleased\n\n* New.\n\n## 1.0.0 (2027-01-31)\n\n* A thing.\n", "give them the title"),
     ],
 )
 def test_the_changelog_has_a_section_of_the_version(repository, changelog, error):

@@ -19,7 +19,6 @@ import functools
 import hashlib
 import itertools
 import os
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -148,8 +147,8 @@ def _text_there(paths: tuple[str, ...], digests: tuple[str, ...]) -> TextFiles:
     for file, path, digest in zip(found._found, paths, digests, strict=True):
         if file.scan.digest != digest:
             raise CorpusError(
-                f"{path!r} on {socket.gethostname()} says something else than where training was "
-                "started; put the same file there"
+                f"{path!r} says something else than where training was started; put the same file "
+                "there"
             )
     return found
 

@@ -33,7 +33,7 @@ class LearnedSpelling:
     Attributes:
         folder: the log directory.
         size: the number of tokens.
-        sources: the training data, as `pipemesh.data.DocumentBatches` has it.
+        sources: the training data, as `pipemesh.data.DocumentBatches` has it; "" to learn nothing.
     """
 
     folder: str
@@ -41,8 +41,8 @@ class LearnedSpelling:
     sources: str | Callable[[], str]
 
     def __reduce__(self) -> Any:
-        # For another process, with another working folder, in which the pieces are.
-        return type(self), (os.path.abspath(self.folder), self.size, self.sources)
+        # For another process, which has another working folder, and reads the pieces only.
+        return type(self), (os.path.abspath(self.folder), self.size, "")
 
     def __call__(self) -> tuple[Tokenizer, int]:
         """Reads or learns the pieces.
@@ -52,7 +52,7 @@ class LearnedSpelling:
             VocabularyError: the text supports no vocabulary of this size.
         """
         path = os.path.join(self.folder, SENTENCEPIECE)
-        if not os.path.exists(path):
+        if self.sources and not os.path.exists(path):
             if newest_whole(self.folder):
                 raise DataError(
                     f"{self.folder!r} has checkpoints, but no {SENTENCEPIECE}, which says what "

@@ -18,7 +18,7 @@ from tensorflow.python.ops import script_ops
 
 from pipemesh.backend.cluster import task_of
 from pipemesh.backend.devices import device_of_scope
-from pipemesh.errors import DataError
+from pipemesh.errors import DataError, PipemeshError
 
 # The name by which TensorFlow finds `_call`, in each process that has called `accept_calls`.
 _TOKEN = "pipemesh_dataset_function"
@@ -45,10 +45,13 @@ def numpy_call(
     """
     try:
         sent = pickle.dumps(function)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        sent = pickle.dumps(
-            functools.partial(_refuse, f"{type(error).__name__}: {error}", id(function))
-        )
+        why = "it is defined in the program itself" if b"__main__" in sent else ""
+    except PipemeshError:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+    if why:
+        sent = pickle.dumps(functools.partial(_refuse, why, id(function)))
     _own[sent] = function
     accept_calls()
     return tf.raw_ops.PyFuncStateless(input=[tf.constant(sent), *inputs], token=_TOKEN, Tout=dtypes)
@@ -88,20 +91,24 @@ def accept_calls() -> None:
 
 
 def _call(sent: bytes, *arguments: np.ndarray) -> Any:
-    return (_own.get(sent) or _sent_here(sent))(*arguments)
-
-
-@functools.lru_cache(8)
-def _sent_here(sent: bytes) -> Callable[..., Any]:
-    """Returns a function of another process."""
+    if sent in _own:
+        return _own[sent](*arguments)
     try:
-        return pickle.loads(sent)
+        return _sent_here(sent)(*arguments)
+    except (PipemeshError, OSError) as error:
+        raise DataError(f"the worker on {socket.gethostname()}: {error}") from error
     except (ImportError, AttributeError) as error:
         raise DataError(
             f"the worker on {socket.gethostname()} has not the code that reads the data "
             f"({type(error).__name__}: {error}); start it in the folder of the project, as this "
             "command, or leave --read_data=workers out"
         ) from error
+
+
+@functools.lru_cache(8)
+def _sent_here(sent: bytes) -> Callable[..., Any]:
+    """Returns a function of another process."""
+    return pickle.loads(sent)
 
 
 def _import(name: str) -> list[np.ndarray]:

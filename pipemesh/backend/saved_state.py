@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
+
+# It is private; TensorFlow's version is pinned to 2.21.
+from tensorflow.python.eager import context
 from tensorflow.python.trackable.base import (
     VARIABLE_VALUE_KEY,  # pyright: ignore[reportAttributeAccessIssue]
     Trackable,
@@ -81,20 +84,26 @@ _FAIL_ON_EXTERNAL_STATE = 2
 def iterator_state(iterator: Any) -> tf.Tensor:
     """Returns the position of an eager iterator, as variants that `SaveV2` writes."""
     # Raises a `tf.errors.OpError` if the dataset has state that cannot be saved.
-    with tf.device(device_of_iterator(iterator)):
-        return tf.raw_ops.SerializeIterator(
+    # A worker answers before it has done it, and an error would come with a later operation: the
+    # shape waits for it, in an executor of its own.
+    with context.execution_mode(context.SYNC), tf.device(device_of_iterator(iterator)):
+        state = tf.raw_ops.SerializeIterator(
             resource_handle=iterator._iterator_resource,
             external_state_policy=_FAIL_ON_EXTERNAL_STATE,
         )
+        _ = state.shape
+    return state
 
 
 def set_iterator_state(iterator: Any, state: tf.Tensor) -> None:
     """Moves an iterator to a position that `iterator_state` returned for an equal dataset."""
     # Raises a `tf.errors.OpError` if the position is that of another dataset.
-    with tf.device(device_of_iterator(iterator)):
+    with context.execution_mode(context.SYNC), tf.device(device_of_iterator(iterator)):
         tf.raw_ops.DeserializeIterator(
             resource_handle=iterator._iterator_resource, serialized=state
         )
+        # It has no result to wait for.
+        _ = iterator_state(iterator).shape
 
 
 def device_of_iterator(iterator: Any) -> str:

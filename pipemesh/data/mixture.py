@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -428,18 +427,16 @@ def _reader_there(
     documents: DocumentBatches, files: Sequence[str], spelling: Mapping[str, str]
 ) -> _Reader:
     """Returns the reader of another process; raises DataError if its files differ here."""
-    host = socket.gethostname()
     for source, digest, there in zip(documents._parsed, documents._files, files, strict=True):
         if digest != there:
             raise DataError(
-                f"data {source.path!r} on {host} differs from where training was started; put the "
-                "same files there"
+                f"data {source.path!r} differs from where training was started; put the same files "
+                "there"
             )
     for name, digest in getattr(documents.spelling, "digests", {}).items():
         if digest != spelling.get(name):
             raise DataError(
-                f"{name} on {host} differs from where training was started; put the same tokenizer "
-                "there"
+                f"{name} differs from where training was started; put the same tokenizer there"
             )
     return _Reader(documents)
 

@@ -8,13 +8,15 @@ from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
 import contextlib
 import functools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 from lingvo.core import datasource, py_utils
 
-from pipemesh.backend.saved_state import iterator_state
+from pipemesh.backend.cluster import task_of
+from pipemesh.backend.devices import device_of_scope
+from pipemesh.backend.saved_state import device_of_iterator, iterator_state
 from pipemesh.checkpoint.reader import reason, restore
 from pipemesh.errors import CheckpointError, DataError, PipemeshError
 from pipemesh.training.subject import SOURCE
@@ -71,6 +73,12 @@ def _dataset(params: Any, filters: list[str] | None = None) -> tf.data.Dataset:
         # The order must not depend on the speed of threads.
         options.deterministic = True
         return dataset.with_options(options)
+
+    if task_of(device_of_scope()) is not None:
+        raise DataError(
+            f"{_called(params)} is no tf.data dataset, and workers have no operations of lingvo; "
+            "leave --read_data=workers out"
+        )
 
     def batch(_: tf.Tensor) -> Any:
         step = tf.zeros([], tf.int64)
@@ -132,6 +140,7 @@ class Batches:
         dataset: an endless dataset. If its state is not all in the iterator, a resumed run reads it
             from the beginning.
         read_ahead: number of batches to prefetch.
+        check: is called with an error of reading; it raises a better one, if it has one.
 
     Attributes:
         dataset: the dataset that is read.
@@ -144,7 +153,13 @@ class Batches:
         [0, 1, 2]
     """
 
-    def __init__(self, dataset: tf.data.Dataset, read_ahead: int = 0) -> None:
+    def __init__(
+        self,
+        dataset: tf.data.Dataset,
+        read_ahead: int = 0,
+        check: Callable[[Exception], object] = lambda error: None,
+    ) -> None:
+        self._check = check
         self._tuned, self.dataset, self._read_ahead = dataset, _untuned(dataset), read_ahead
         self.iterator: Any = iter(self.dataset)
         self.skip = 0
@@ -197,14 +212,18 @@ class Batches:
             DataError: the data cannot be read; `iterator` and `skip` describe where to resume.
         """
         try:
-            batch = next(self.iterator)
-            for leaf in tf.nest.flatten(batch):
+            # Sparse tensors are made of others here.
+            with tf.device(device_of_iterator(self.iterator)):
+                batch = next(self.iterator)
+            for leaf in tf.nest.flatten(batch, expand_composites=True):
                 # A worker answers before it has read; the shape waits for it, and has its error.
                 _ = leaf.shape
         except (tf.errors.OpError, StopIteration) as error:
+            self._check(error)
+            again = " any more" if any(self._places.values()) else ""
             self._go_back()
             why = "it has ended" if isinstance(error, StopIteration) else reason(error)
-            raise DataError(f"the data to train on cannot be read any more ({why})") from error
+            raise DataError(f"the data to train on cannot be read{again} ({why})") from error
         for path in self._places:
             self._places[path] += 1
         return batch

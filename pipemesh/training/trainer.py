@@ -350,7 +350,7 @@ class Trainer:
                     "tf.numpy_function and from_generator do, so batches would pass it; leave "
                     "--read_data=workers out"
                 )
-            self.batches = Batches(dataset, subject.read_ahead)
+            self.batches = Batches(dataset, subject.read_ahead, watch.check_workers)
         self.trained.filters = subject.filters
         self.sample = Sample((), "none, learning rates are tried")
         if not options.find_learning_rate:
@@ -415,8 +415,8 @@ class Trainer:
         host = host_of(self.trained.all_devices()[0])
         if task_of(host) is None:
             raise TrainingError(
-                f"--read_data={who} is for workers; give their addresses by --cluster, or leave "
-                "it out"
+                f"--read_data={who}: the first stage is computed by this process, not by a worker; "
+                "give their addresses by --cluster, or leave it out"
             )
         return host
 
@@ -650,8 +650,7 @@ class Trainer:
     def _next_batch(self) -> Any:
         try:
             return self.batches.next()
-        except DataError as error:
-            watch.check_workers(error)
+        except DataError:
             self.saving.follow(self.batches)
             self._skip = self.batches.skip
             raise

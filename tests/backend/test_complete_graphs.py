@@ -2,7 +2,12 @@
 
 import tensorflow as tf
 
-from pipemesh.backend.complete_graphs import place_beside_inputs, skip_passing_on
+from pipemesh.backend import complete_graphs
+from pipemesh.backend.complete_graphs import (
+    pass_variables_as_one,
+    place_beside_inputs,
+    skip_passing_on,
+)
 from pipemesh.backend.gradients import attach_gradient
 
 
@@ -71,3 +76,30 @@ def test_calls_that_carried_a_gradient_are_skipped():
     assert [tensor.op.type for tensor in inputs] == ["Mul", "Mul"]
     total, gradients = function(tf.constant(1.0), tf.constant(2.0))
     assert (total.numpy(), [g.numpy() for g in gradients]) == (8.0, [1.0, 1.0])
+
+
+def test_variables_of_a_worker_are_passed_as_one(monkeypatch):
+    """Here the second device counts as a worker's. Users of a variable keep their order."""
+    monkeypatch.setattr(complete_graphs, "task_of", lambda device: 0 if "CPU:1" in device else None)
+    with tf.device("CPU:1"):
+        x, y = tf.Variable(1.0), tf.Variable([2.0, 3.0])
+    near = tf.Variable(5.0)
+
+    @tf.function(autograph=False)
+    def step(factor):
+        before = x.read_value()
+        x.assign_add(factor * near)
+        y.assign(y * x)
+        x.assign(x * 2.0)
+        after = y.read_value()
+        pass_variables_as_one(tf.compat.v1.get_default_graph())
+        return before, after
+
+    # Each has a graph of its own.
+    for factor, expected in ((1.0, [12.0, 18.0]), (2.0, [22.0, 33.0])):
+        x.assign(1.0)
+        y.assign([2.0, 3.0])
+        before, after = step(factor)
+        assert (before.numpy(), after.numpy().tolist(), x.numpy()) == (1.0, expected, expected[0])
+        captured = step.get_concrete_function(factor).captured_inputs
+        assert sorted(tuple(tensor.shape) for tensor in captured) == [(), (2,)]

@@ -44,7 +44,7 @@ def test_another_process_says_what_it_has_not():
     """The function cannot be pickled, or its module is not there."""
     text = sent(mapped(lambda n: [n]))
     dataset_functions._own.pop(text)
-    with pytest.raises(DataError, match=r"cannot be sent to a worker .*lambda.*in a module"):
+    with pytest.raises(DataError, match=r"the worker on .* cannot be sent .*lambda.*in a module"):
         dataset_functions._call(text, np.int64(5))
     text = sent(mapped(functools.partial(times, 4)))
     dataset_functions._own.pop(text)

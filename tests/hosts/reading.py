@@ -26,7 +26,7 @@ from pipemesh.checkpoint import Checkpoints
 from pipemesh.checkpoint.reader import restore
 from pipemesh.commands.flags import Command, parse
 from pipemesh.data import DocumentBatches
-from pipemesh.errors import PipemeshError
+from pipemesh.errors import CheckpointError, PipemeshError
 from pipemesh.training.inputs import NAME, Batches
 from tests.hosts.trained import bytes_of_sockets
 
@@ -67,6 +67,14 @@ def python_of_tensorflow(_):
     return tf.data.Dataset.range(9).map(lambda n: tf.numpy_function(twice, [n], tf.int64))
 
 
+def with_other_state():
+    return tf.data.Dataset.range(9).map(lambda _: {"x": tf.random.uniform([2])})
+
+
+def sparse():
+    return tf.data.Dataset.range(9).map(lambda n: tf.sparse.from_dense([n + 1, 0]))
+
+
 def batches(make, worker=None):
     with tf.device(worker):
         return Batches(make())
@@ -96,6 +104,25 @@ def error(make, worker):
         batches(make, worker).next()
     except PipemeshError as refused:
         return str(refused)
+
+
+def positions(documents, worker, folder):
+    """Whether a position can be saved, and the error of one that does not fit, here and there."""
+    path = Checkpoints(folder, {NAME: batches(documents).iterator}).save(READ, {})
+    found = {"restorable": [], "misfits": []}
+    for place in (None, worker):
+        random = batches(with_other_state, place)
+        found["restorable"].append(random.is_restorable)
+        # An error of the question must not come with the next operation.
+        assert random.next()["x"].shape == [2]
+        numbers = batches(functools.partial(tf.data.Dataset.range, 9), place)
+        try:
+            restore(path, {NAME: numbers.iterator})
+        except CheckpointError as refused:
+            found["misfits"].append(str(refused))
+        assert int(batches(functools.partial(tf.data.Dataset.range, 9), place).next()) == 0
+    found["sparse"] = batches(sparse, worker).next().values.backing_device
+    return found
 
 
 def trained(address, folder):
@@ -128,6 +155,7 @@ def main(address, folder):
     }
     os.chdir(folder)
     makes["relative"] = documents(".")
+    found["positions"] = positions(makes["documents"], worker, tempfile.mkdtemp(dir=folder))
     foreign = python_of_tensorflow(None), makes["documents"](), text_files(folder)
     refused = {
         make.__name__: error(functools.partial(make, folder), worker)

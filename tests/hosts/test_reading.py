@@ -38,4 +38,9 @@ def test_a_worker_reads_what_one_process_reads(tmp_path):
     refused = found["refused"]
     assert "differs from where training was started" in refused["other_files"]
     assert "Python function that cannot be sent to a worker" in refused["nobody_elsewhere"]
+    assert all("the worker on" in text for text in refused.values())
+    positions = found["positions"]
+    assert (positions["restorable"], positions["sparse"]) == ([False, False], found["worker"])
+    assert len(positions["misfits"]) == 2
+    assert all("is a position in another dataset" in text for text in positions["misfits"])
     assert found["foreign"] == [True, False, False]
