@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a release consists of: source archive, wheel and documentation, in dist/, checked.
+"""Makes and checks a release: source archive, wheel and documentation, in dist/.
 
     make release              # of the tag of HEAD, such as v0.1.0
     make release REHEARSE=1   # the same without a tag, as each change is checked

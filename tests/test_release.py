@@ -1,4 +1,4 @@
-"""A release: what is wrong with a repository is said before anything is built."""
+"""Tests of a release: errors of a repository come before anything is built."""
 
 import pathlib
 import shutil

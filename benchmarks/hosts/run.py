@@ -24,6 +24,7 @@ from shared.contender import ROOT, Contender, serve_timed, take_turns
 
 sys.path.insert(0, str(ROOT))
 
+from pipemesh.training.run import READERS
 from tests.hosts.namespaces import network
 
 ONE, TWO, UNMARKED = "one process", "two workers", "two workers without marks"
@@ -44,9 +45,8 @@ TRAIN = [
 ]
 SIMD = ["--lowering=simd", "--schedule=gpipe"]
 LOST = ["--steps=30", "--save_every=10"]
-# The link of the client, and who reads the data. The steps of each part of a run, of which every
-# second has that link.
-SLOW, READERS = "1mbit", ("client", "workers")
+# The link of the client. The steps of each part of a run, of which every second has that link.
+SLOW = "1mbit"
 SLOW_PART, SLOW_PARTS = 10, 7
 # Between them bytes are counted.
 SENT_STEPS = 10, 40
@@ -170,7 +170,7 @@ def slow_link() -> dict[str, dict[str, float]]:
 def _limited(net: Any, host: int, workers: str, reader: str) -> dict[str, float]:
     """The figures of one run, whose link is limited in every second part of it."""
     seconds: dict[bool, list[float]] = {False: [], True: []}
-    counted: dict[bool, list[float]] = {False: [], True: []}
+    counted: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         steps = SLOW_PART * SLOW_PARTS
         words = [*TRAIN, *PLANS["layers:2"], f"--cluster={workers}", f"--read_data={reader}"]
@@ -194,7 +194,8 @@ def _limited(net: Any, host: int, workers: str, reader: str) -> dict[str, float]
                 # The first steps build graphs, and those beside a change are of two links.
                 if part and within > 1:
                     seconds[part % 2 == 1].append(now - then)
-                    counted[part % 2 == 1].append(bytes_now - bytes_then)
+                    if part % 2 == 0:
+                        counted.append(bytes_now - bytes_then)
                 if part and within == 0:
                     net.limit(host, SLOW if part % 2 == 1 else None)
                 then, bytes_then = now, bytes_now
@@ -209,12 +210,12 @@ def _limited(net: Any, host: int, workers: str, reader: str) -> dict[str, float]
         "unlimited": unlimited,
         "limited": limited,
         "ratio": limited / unlimited,
-        "bytes": statistics.median(counted[False]),
+        "bytes": statistics.median(counted),
     }
 
 
 def _bytes_by(net: Any, host: int) -> float:
-    """What a host has sent and got so far."""
+    """Returns the bytes that a host has sent and received."""
     told = json.loads(net.ip(host, "-s -j link show dev eth"))[0]["stats64"]
     return told["rx"]["bytes"] + told["tx"]["bytes"]
 

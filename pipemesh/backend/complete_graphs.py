@@ -21,20 +21,16 @@ def place_beside_inputs(graph: tf.Graph, fed: str = "") -> None:
     """Gives each operation of a complete graph without a device that of its largest input; the
     graph is fed with tensors that lie on the device `fed`, if that is known.
     """
-    captured: dict[str, str] = {}
-    captures = getattr(graph, "captures", ())
-    if fed:
-        inside = {inner.op.name for _, inner in captures}
-        placeholders = [o.name for o in graph.get_operations() if o.type == "Placeholder"]
-        captured = {name: fed for name in placeholders if name not in inside}
-    for outside, inside in captures:
-        if outside.dtype == tf.resource and not tf.is_symbolic_tensor(outside):
-            captured[inside.op.name] = outside.device
+    # By name of a placeholder, where its tensor lies; "" if nothing says it.
+    sources = {o.name: fed for o in graph.get_operations() if o.type == "Placeholder"}
+    for outside, inside in getattr(graph, "captures", ()):
+        is_handle = outside.dtype == tf.resource and not tf.is_symbolic_tensor(outside)
+        sources[inside.op.name] = outside.device if is_handle else ""
     # By name of a tensor, where it lies; "" if nothing says it. Operations come in order.
     lies: dict[str, str] = {}
     for operation in graph.get_operations():
         inputs = [lies.get(tensor.name, "") for tensor in operation.inputs]
-        device = operation.device or captured.get(operation.name, "")
+        device = operation.device or sources.get(operation.name, "")
         is_call = operation.type in (*_LOOPS, *_CALLS)
         if not device and not is_call:
             # Inputs whose device is unknown count less than any other.

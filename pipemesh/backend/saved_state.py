@@ -102,8 +102,8 @@ def set_iterator_state(iterator: Any, state: tf.Tensor) -> None:
         tf.raw_ops.DeserializeIterator(
             resource_handle=iterator._iterator_resource, serialized=state
         )
-        # It has no result to wait for.
-        _ = iterator_state(iterator).shape
+        # It has no result to wait for; this waits.
+        iterator_state(iterator)
 
 
 def device_of_iterator(iterator: Any) -> str:

@@ -20,7 +20,7 @@ def mapped(function):
 
 
 def sent(dataset):
-    """What would be sent to another process: the argument of the call."""
+    """Returns the pickled function, which is the argument of the call."""
     (function,) = dataset._functions()
     graph = function.function.graph.as_graph_def()
     (text,) = [n.attr["value"].tensor.string_val for n in graph.node if n.op == "Const"]

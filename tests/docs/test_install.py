@@ -1,4 +1,4 @@
-"""What the page of installation says is supported is what the project declares."""
+"""Tests that the versions on the page of installation are those that the project declares."""
 
 import importlib.metadata
 import pathlib
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pipemesh.commands.flags import toml_of
+from pipemesh.text import toml_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 

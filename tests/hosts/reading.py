@@ -107,7 +107,7 @@ def error(make, worker):
 
 
 def positions(documents, worker, folder):
-    """Whether a position can be saved, and the error of one that does not fit, here and there."""
+    """Tests positions that cannot be saved, and returns errors of those of another dataset."""
     path = Checkpoints(folder, {NAME: batches(documents).iterator}).save(READ, {})
     found = {"restorable": [], "misfits": []}
     for place in (None, worker):
