@@ -31,12 +31,22 @@ class Block(named.FeedForward):
         x = self.Named(x, "batch;length;embed")
         return x + super().FProp(theta, x), labels
 
+    @classmethod
+    def CountCosts(cls, p: Any, tally: Any, x: Any, labels: Any) -> Any:
+        result = super().CountCosts(p, tally, x)
+        tally.elementwise(result, result)
+        return result, tally.given(labels, "batch;length", tf.int32)
+
 
 class Head(named.SoftmaxCrossEntropy):
     """The summed cross entropy, and how many labels there are."""
 
     def FProp(self, theta: Any, x: Any, labels: Any) -> Any:
         return super().FProp(theta, x, labels)[:2]
+
+    @classmethod
+    def CountCosts(cls, p: Any, tally: Any, x: Any, labels: Any) -> Any:
+        return super().CountCosts(p, tally, x, labels)[:2]
 
 
 class DenseTask(base_model.BaseTask):

@@ -142,6 +142,8 @@ def run(arguments: argparse.Namespace) -> None:
     path = pathlib.Path(arguments.figures or HERE / f"{arguments.family}.json")
     if not path.exists():
         found = measure(make, batch, DEVICES, lambda text: print(f"measuring {text}", flush=True))
+        if not found.rules:
+            raise SystemExit("the figures have no layout rules, so they cannot forecast all plans")
         path.write_text(found.to_json(), encoding="utf-8")
     figures = Figures.from_json(path.read_text(encoding="utf-8"), str(path))
     out = pathlib.Path(arguments.out)

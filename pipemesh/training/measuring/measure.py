@@ -568,7 +568,8 @@ def _program(figures: Figures, devices: int) -> Plan | None:
     number = max(n for n in range(1, 5) if figures.batch % n == 0)
     over = next(iter(figures.end_layouts), "")
     split = Split(places[0], 1, 1, "gpipe", number, Remat.FULL, "", "simd", over)
-    return split.plan(figures, SearchSpace(devices, figures.batch))
+    plan = split.plan(figures, SearchSpace(devices, figures.batch))
+    return evenly_cut(plan, figures, figures.batch)
 
 
 def plans_to_fit(figures: Figures, devices: int) -> Iterator[Plan]:
