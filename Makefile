@@ -11,7 +11,7 @@ ONE_MORE ?= $(shell expr $$(nproc) + 1)
 TRAIN_FLAGS ?= --model=OneBillionWordTiny --mesh_shape=layers:2 --num_microbatches=8 --steps=300
 LOGDIR ?= runs/OneBillionWordTiny
 
-.PHONY: train check few test test-all gpu gpu-bench lint style types docs wheel release clean
+.PHONY: train check few test test-all gpu gpu-bench lint style types docs release clean
 
 train: $(STAMP)
 	$(BIN)/python -m models.one_billion_word.train $(TRAIN_FLAGS) --logdir=$(LOGDIR)
@@ -65,9 +65,6 @@ types: $(STAMP)
 # The first page is docs/_build/index.html.
 docs: $(STAMP)
 	TF_CPP_MIN_LOG_LEVEL=2 $(BIN)/python -m sphinx -b html -c docs -d docs/_build/.doctrees -W --keep-going -n -q . docs/_build
-
-wheel:
-	PYTHON=$(PYTHON) .ci/wheel
 
 # Source archive, wheel and documentation of the tag of HEAD, in dist/; REHEARSE=1 needs no tag.
 release: $(STAMP)

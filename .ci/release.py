@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         version = version_of(options.folder, options.rehearse)
         check_changelog(options.folder, None if options.rehearse else version)
-        print(f"{version}: the tag and the section of the changelog are there", flush=True)
+        print(f"{version}: {'' if options.rehearse else 'tag and '}changelog checked", flush=True)
         if not options.only_check:
             make(options.folder, version, options.rehearse)
     except ReleaseError as error:
@@ -123,8 +123,7 @@ def make(folder: pathlib.Path, version: str, rehearse: bool) -> None:
         print(run([python, "-m", "twine", "check", "--strict", *map(str, files)], folder))
         earlier = [] if rehearse else versions_before(folder)
         documentation(copy, dist, [version, *earlier])
-    wheel = {**os.environ, "WHEEL": str(dist / expected[0])}
-    subprocess.run([".ci/wheel"], cwd=folder, env=wheel, check=True)
+    subprocess.run([".ci/wheel", str(dist / expected[0])], cwd=folder, check=True)
     for file in sorted(dist.iterdir()):
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
         print(f"{file.relative_to(folder)}  {file.stat().st_size:,} bytes  sha256 {digest}")

@@ -76,4 +76,4 @@ def test_the_changelog_has_a_section_of_the_version(repository, changelog, error
 
 
 def test_this_repository_can_be_rehearsed():
-    assert "the section of the changelog are there" in checked(ROOT, "--rehearse")
+    assert ": changelog checked" in checked(ROOT, "--rehearse")

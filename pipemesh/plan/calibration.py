@@ -152,7 +152,7 @@ def _number(name: str) -> tuple[Callable[[Figures], bool], Callable[[Figures, fl
 def _link(
     name: str, part: str
 ) -> tuple[Callable[[Figures], bool], Callable[[Figures, float], Figures], float]:
-    """Returns the factor of a link's latency or bandwidth."""
+    """Returns the factor of a link's latency or bandwidth, and the cost of a change."""
 
     def seconds(link: Link | None) -> float:
         return 0.0 if link is None else link.latency if part == "latency" else 1 / link.bandwidth
@@ -165,7 +165,10 @@ def _link(
             link = Link(link.latency, link.bandwidth / factor)
         return dataclasses.replace(figures, **{name: link})
 
-    return lambda figures: seconds(getattr(figures, name)) > 0, moved, _GUESS
+    # Steps hardly tell latency from work that rules do not split, and of other rules, which have
+    # three times the calls, it would make forecasts that are far too long.
+    cost = _LITTLE if part == "latency" else _GUESS
+    return lambda figures: seconds(getattr(figures, name)) > 0, moved, cost
 
 
 # By name: whether figures have the value, a function that changes it, and the cost of a change.

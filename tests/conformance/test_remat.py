@@ -24,7 +24,7 @@ from tests.recurrent.stack import (
     unstacked,
 )
 
-MICROBATCHES = 6
+MICROBATCHES = 3
 # A backward pass in halves holds more in between if all is computed again: not one of these.
 SCHEDULES = {builder.__name__: builder(2, MICROBATCHES) for builder in (gpipe, one_f_one_b)}
 SCHEDULE_NAME = "one_f_one_b"

@@ -117,7 +117,7 @@ SPLIT = "heads:model;d_ff:model;vocab:model"
     [
         # The second stage has the end of the encoder and the beginning of the decoder.
         ("layers:3", "", (0, 1, 4, 6), 1),
-        ("model:2", SPLIT, (0, 6), 1),
+        pytest.param("model:2", SPLIT, (0, 6), 1, marks=pytest.mark.exhaustive),
         # Translations are searched in `tests/models/translation`.
         pytest.param("model:2", SPLIT, (0, 6), 3, marks=pytest.mark.exhaustive),
         pytest.param("layers:2;model:2", SPLIT, (0, 2, 6), 3, marks=pytest.mark.exhaustive),

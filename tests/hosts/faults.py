@@ -17,8 +17,9 @@ from tests.warm import warm
 LAUNCH = [sys.executable, "-m", "pipemesh", "launch"]
 # Small enough for a step to take a fraction of a second.
 FLAGS = [
-    *("--mesh_shape=layers:2", "--num_microbatches=4", "--batch_size=8", "--sequence_length=32"),
+    *("--mesh_shape=layers:2", "--num_microbatches=2", "--batch_size=8", "--sequence_length=32"),
     *("--eval_every=1000", "--log_format=json", "--dropout_prob=0.1", "--worker_answer=3"),
+    *("--eval_batches=2", "--vocab_size=400"),
 ]
 STEPS = 24
 

@@ -15,7 +15,7 @@ import tempfile
 import numpy as np
 import tensorflow as tf
 
-from models.one_billion_word import command_line
+from models.one_billion_word import command_line, sizes
 from models.one_billion_word.corpus import Sentences, corpus_from_folder
 from models.one_billion_word.input import train_dataset
 from models.one_billion_word.kind import make_trainer, read_text
@@ -127,6 +127,7 @@ def positions(documents, worker, folder):
 
 def trained(address, folder):
     """Bytes of this process in a step, and those of a batch, which the worker reads."""
+    sizes.Tiny.NUM_LAYERS = 1
     words = [f"--cluster={address}", "--read_data=workers", "--num_microbatches=2", *SIZES]
     words += ["--mesh_shape=layers:1", f"--logdir={tempfile.mkdtemp(dir=folder)}"]
     parse(["reading", *words], Command("reading", None, command_line.FLAGS_OF_TRAINING))

@@ -24,19 +24,20 @@ def output(command, *flags):
 @pytest.mark.timeout(300)
 def test_workers_evaluate_and_decode_as_one_process(tmp_path):
     """As one program for all devices, and placed."""
-    where, simd = f"--logdir={tmp_path}", "--lowering=simd"
+    where = f"--logdir={tmp_path}"
     # All of the held-out text, as `evaluate` does it.
-    run(simd, "--mesh_shape=layers:2", "--steps=1", "--eval_batches=100000", where)
+    words = ["--mesh_shape=layers:1", "--batch_size=32", "--steps=1", "--eval_batches=100000"]
+    run(*words, where)
     lines = (tmp_path / "record.jsonl").read_text().splitlines()
     (final,) = [event for event in map(json.loads, lines) if event["event"] == "final"]
-    wanted = json.loads(output("decode", where, simd, *DRAWN))
+    wanted = json.loads(output("decode", where, "--plain", *DRAWN))
     with started(2) as (_, addresses):
-        cluster = f"--cluster={','.join(addresses)}"
-        line = output("evaluate", where, cluster, simd)
+        cluster = [f"--cluster={','.join(addresses)}", "--mesh_shape=layers:2"]
+        line = output("evaluate", where, *cluster, "--lowering=simd")
         # Three decimals are told.
         bits_a_byte = float(re.search(r"([\d.]+) bits/byte", line)[1])
         assert bits_a_byte == pytest.approx(final["judged"], abs=2e-3)
-        for lowering in (simd, "--lowering=placement"):
-            found = json.loads(output("decode", where, cluster, lowering, *DRAWN))
+        for lowering in ("--lowering=simd", "--lowering=placement"):
+            found = json.loads(output("decode", where, *cluster, lowering, *DRAWN))
             assert (found["tokens"], found["text"]) == (wanted["tokens"], wanted["text"])
             assert found["log_probs"] == pytest.approx(wanted["log_probs"], abs=1e-4)

@@ -70,8 +70,9 @@ def on_a_cpu(num_microbatches):
     return Run(Plan("layers:1", num_microbatches=num_microbatches), "CPU").train(0, 1)
 
 
-# On CPUs other tests compare plans at length.
-OFTEN = ("1f1b", "one program") if KIND == "CPU" else PLANS
+# On CPUs other tests compare plans, and resume them, at length.
+OFTEN = ("1f1b",) if KIND == "CPU" else PLANS
+ON_GPUS = pytest.mark.exhaustive if KIND == "CPU" else pytest.mark.slow
 
 
 @pytest.mark.slow
@@ -91,7 +92,7 @@ def test_steps_in_half_precision_are_near_those_in_float32(eagerly):
     np.testing.assert_allclose(Run(plan).train(0, 1), on_a_cpu(4), rtol=3e-2)
 
 
-@pytest.mark.slow
+@ON_GPUS
 def test_a_checkpoint_goes_on_on_devices_of_another_kind(tmp_path, eagerly):
     here, there = Run(WHOLE), Run(Plan("layers:1", num_microbatches=4), "CPU")
     here.train(0)
@@ -102,7 +103,7 @@ def test_a_checkpoint_goes_on_on_devices_of_another_kind(tmp_path, eagerly):
         np.testing.assert_allclose(other.train(seed), wanted, **CLOSE)
 
 
-@pytest.mark.slow
+@ON_GPUS
 def test_a_step_that_is_repeated_is_the_same_bit_for_bit(eagerly):
     first = Run(WHOLE)
     losses, wanted = first.train(0, 1), first.weights()

@@ -1,19 +1,21 @@
 """Programs in processes of their own, without the seconds in which each loads TensorFlow.
 
-A server loads them once for a process of tests and forks itself for each program. What stands
+A server loads them once for all processes of tests and forks itself for each program. What stands
 between is a small client that the test starts, signals and reads as if it were the program.
 """
 
 import atexit
+import fcntl
 import functools
 import os
 import pathlib
 import socket
 import subprocess
 import sys
-import tempfile
 
 FOLDER = pathlib.Path(__file__).parent
+# What Python is given to run a client, before where the server listens.
+CLIENT = ["-I", "-S", str(FOLDER / "client.py")]
 
 
 def warm(*arguments):
@@ -26,18 +28,22 @@ def warm(*arguments):
         *arguments: `-m`, a module and its arguments, or `-c`, code and its arguments.
     """
     assert arguments[0] in ("-m", "-c"), arguments
-    path, server = _server()
-    ended = server.poll()
-    assert ended is None, f"python -m tests.warm.server has ended with exit code {ended}"
-    client = [sys.executable, "-I", "-S", str(FOLDER / "client.py"), path]
-    return [*client, *map(str, arguments)]
+    return [sys.executable, *CLIENT, _address(), *map(str, arguments)]
 
 
 @functools.cache
-def _server():
-    """Starts it; returns where it listens, and its process, which ends when this one does."""
-    folder = tempfile.TemporaryDirectory(prefix="warm")
-    path = os.path.join(folder.name, "socket")
+def _address():
+    """Returns where the server listens; who asks first starts it."""
+    path = os.path.join(os.environ["PIPEMESH_TESTS_FOLDER"], "warm")
+    with open(f"{path}.lock", "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not os.path.exists(path):
+            _start(path)
+    return path
+
+
+def _start(path):
+    """Starts the server, which ends when this process does: processes of tests end together."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     # From now on clients wait until it is ready.
@@ -66,7 +72,5 @@ def _server():
         # Of a process that is killed the system closes it.
         server.stdin.close()
         server.wait()
-        folder.cleanup()
 
     atexit.register(end)
-    return path, server

@@ -16,6 +16,8 @@ import socket
 import sys
 import types
 
+from tests.warm import CLIENT
+
 # Not what defines the flags of a program.
 PRELOADED = (
     # First: it holds back what TensorFlow says while it is loaded.
@@ -87,8 +89,6 @@ def run(set_by_imports, arguments, cwd, env):
     os.environ.update({**set_by_imports, **env})
     how, what, *rest = arguments
     sys.argv = [how, *rest]
-    # For a program that replaces itself.
-    sys.orig_argv = [sys.executable, *arguments]
     if how == "-m":
         runpy.run_module(what, run_name="__main__", alter_sys=True)
         return
@@ -107,7 +107,10 @@ def main():
     assert len(threads) == 1, threads
     # Else each process would copy what it only looks at.
     gc.freeze()
-    run(set_by_imports, **serve(listener))
+    address, request = listener.getsockname(), serve(listener)
+    # For a program that replaces itself.
+    sys.orig_argv = [sys.executable, *CLIENT, address, *request["arguments"]]
+    run(set_by_imports, **request)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,19 @@ def test_what_lingvo_sets_in_the_environment_holds():
     assert subprocess.check_output(warm("-c", code), text=True) == "False\n"
 
 
+def test_a_program_that_replaces_itself_need_not_load_anything_either():
+    code = """
+import os, sys
+print("tensorflow" in sys.modules, flush=True)
+if os.environ.setdefault("TURNS", "2") != "1":
+    os.environ["TURNS"] = "1"
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+sys.exit(7)
+"""
+    done = subprocess.run(warm("-c", code), capture_output=True, text=True)
+    assert (done.stdout, done.stderr, done.returncode) == ("True\n" * 2, "", 7)
+
+
 def test_an_exception_is_told_and_the_exit_code_1():
     done = subprocess.run(warm("-c", "1 // 0"), capture_output=True, text=True)
     assert done.returncode == 1

@@ -66,7 +66,8 @@ def stack(bounds, **options):
     return stack_of(made, bounds, tied=tied, **options)
 
 
-SPLIT = "layers:3;model:2 heads:model;d_ff:model;vocab:model"
+RULES = "model:2 heads:model;d_ff:model;vocab:model"
+SPLIT = f"layers:3;{RULES}"
 
 
 @pytest.mark.parametrize(
@@ -96,12 +97,14 @@ SPLIT = "layers:3;model:2 heads:model;d_ff:model;vocab:model"
             {"schedule": "zb_h1", "remat": "none"},
             marks=pytest.mark.exhaustive,
         ),
-        (
+        pytest.param(
             run_tf2,
             SPLIT,
             [0, 1, 2, 3, 4, 5, 6],
             {"schedule": "interleaved", "num_micro_batches": 3},
+            marks=pytest.mark.exhaustive,
         ),
+        (run_tf2, f"layers:2;{RULES}", [0, 1, 3, 4, 6], {"schedule": "interleaved"}),
         (run_tf2, "data:2;layers:2", [0, 3, 6], {"schedule": "zb_h1"}),
     ],
 )

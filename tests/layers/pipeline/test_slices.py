@@ -44,7 +44,7 @@ def language(
 @functools.cache
 def plain(run, packed, attention):
     params = language("seq1f1b:2", packed=packed, attention=dict(attention))
-    return plain_results(run, params, INPUTS, steps=2, loss=first)
+    return plain_results(run, params, INPUTS, loss=first)
 
 
 @pytest.mark.slow
@@ -88,7 +88,10 @@ def plain(run, packed, attention):
         (
             "layers:2;data:2 embed:data",
             "seq1f1b:3:equal_work",
-            {"attention": {"relative_buckets": 4, "window": 5}, "remat": "none"},
+            {
+                **{"attention": {"relative_buckets": 4, "window": 5}, "num_micro_batches": 1},
+                "remat": "none",
+            },
         ),
         pytest.param(
             f"layers:2;model:2 {SPLIT};length:model",
@@ -100,24 +103,25 @@ def plain(run, packed, attention):
         (
             f"layers:2;model:2 {SPLIT};length:model",
             "seq1f1b:3",
-            {"packed": True, "attention": {"num_kv_heads": 1, **TURNED}},
+            {
+                **{"attention": {"num_kv_heads": 1, **TURNED}, "num_micro_batches": 1},
+                "packed": True,
+            },
         ),
     ],
 )
 def test_slices_of_attention_equal_whole_sequences(mesh, schedule, given):
     params = language(schedule, **given)
-    found = run_tf2(params, INPUTS, steps=2, num_devices=mesh, loss=first)
+    found = run_tf2(params, INPUTS, num_devices=mesh, loss=first)
     attention = tuple(sorted(given.get("attention", {}).items()))
     wanted = plain(run_tf2, given.get("packed", False), attention)
-    # Adam makes an update of any gradient, also of one that is mostly round-off.
-    found, wanted = (dataclasses.replace(each, weights={}) for each in (found, wanted))
     found.assert_close(wanted, **random_plans.CLOSE)
 
 
 @pytest.mark.slow
 def test_slices_in_tf1_equal_whole_sequences():
-    params = language("seq1f1b:3", packed=True)
-    found = run_tf1(params, INPUTS, num_devices="layers:2;data:2", loss=first)
+    params = language("seq1f1b:2", packed=True)
+    found = run_tf1(params, INPUTS, num_devices="layers:2", loss=first)
     wanted = plain_results(run_tf1, params, INPUTS, loss=first)
     found.assert_close(wanted, **random_plans.CLOSE)
 

@@ -56,7 +56,9 @@ def test_it_is_registered_with_lingvo(cls):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cls", [params.DigitsPipelined, DigitsKeras])
+@pytest.mark.parametrize(
+    "cls", [params.DigitsPipelined, pytest.param(DigitsKeras, marks=pytest.mark.exhaustive)]
+)
 def test_it_reads_digits_that_others_wrote_after_a_few_hundred_steps(cls, tmp_path):
     made = trainer(tmp_path, cls, BATCH_SIZE=64, CHANNELS=(16, 32), NUM_STEPS=250)
     losses = []

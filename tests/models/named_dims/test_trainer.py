@@ -101,7 +101,9 @@ def plain_curve(name):
         ("mnist", "data:2;model:2;space:2", "batch:data;hidden:model;cols:space"),
         # `test_command` splits its rows.
         ("unet", "z:2;x:2", "depth:z;cols:x"),
-        ("unet", "data:2;model:2", "batch:data;features:model"),
+        pytest.param(
+            *("unet", "data:2;model:2", "batch:data;features:model"), marks=pytest.mark.exhaustive
+        ),
         ("toy", "data:2;model:2", "io:data;hidden:model"),
         ("toy relu", "data:2;model:2", "batch:data;hidden:model"),
     ],

@@ -36,12 +36,13 @@ SPLIT = "batch:data;heads:model;vocab:model"
 DENSE, EXPERTS = f"{SPLIT};d_ff:model", f"{SPLIT};experts:model"
 # Differences beside those of the plan are noted.
 CASES = [
-    ("experts", Plan("b:2;layers:2;a:2", "batch:a;heads:b;vocab:b;experts:b", "zb_v", 2)),
+    ("experts", Plan("b:2;layers:2", "heads:b;vocab:b;experts:b", "zb_v", 2)),
     # Weights are cut over replicas; two stages share a table, and the norm is that of all slices.
     ("tied", Plan("layers:2;data:2", "batch:data;embed:data", "1f1b", 2)),
 ]
 RULES_OF_ONE_PROGRAM = "vocab:layers;heads:model;d_ff:model"
 MORE_CASES = [
+    ("experts", Plan("b:2;layers:2;a:2", "batch:a;heads:b;vocab:b;experts:b", "zb_v", 2)),
     # And tokens are split between products.
     ("tied", Plan("layers:2;data:2;model:2", f"{DENSE};length:model;embed:data", "1f1b", 2)),
     # No device has a whole sequence.

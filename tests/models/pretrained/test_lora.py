@@ -176,6 +176,12 @@ def saved(made):
     return made.saving.newest
 
 
+def saved_next(made):
+    """Saves a checkpoint, as if one step more had been trained."""
+    made.trained.step.assign_add(1)
+    return saved(made)
+
+
 @pytest.mark.slow
 def test_checkpoints_have_adapters_alone_and_resume_exactly(folder, tmp_path):
     run = copied(folder, tmp_path / "run")
@@ -204,15 +210,10 @@ def test_checkpoints_have_adapters_alone_and_resume_exactly(folder, tmp_path):
 def test_float16_is_for_each_training_alone(folder, tmp_path):
     """The scale of its loss was missing in other checkpoints, and an adapter or a weight in its."""
     run, half = copied(folder, tmp_path), PIPELINED | {"compute_dtype": "float16"}
-
-    def path_of_next(made):
-        made.trained.step.assign_add(1)
-        return saved(made)
-
     restored(model(run, half), str(run / "ckpt-0"))
-    restored(model(run, PIPELINED), path_of_next(trainer(run, half)))
+    restored(model(run, PIPELINED), saved_next(trainer(run, half)))
     for plan, other in ((PIPELINED, half), (half, PIPELINED)):
-        path = path_of_next(goes_on(run, plan, 1))
+        path = saved_next(goes_on(run, plan, 1))
         assert any(name.endswith("/loss_scale/var") for name in contents(path)[0]) == (plan == half)
         restored(model(run, other, changes=FEW), path)
 
@@ -221,9 +222,7 @@ def test_float16_is_for_each_training_alone(folder, tmp_path):
 def test_adapters_need_their_base(folder, tmp_path):
     with pytest.raises(TrainingError, match=r"but .* has none; begin with `pipemesh checkpoint"):
         trainer(copied(folder, tmp_path / "run"), {}, changes=LORA, step=None)
-    made = goes_on(tmp_path / "run", {}, 0)
-    trained(made, steps=1)
-    saved(made)
+    saved_next(goes_on(tmp_path / "run", {}, 0))
     more = LORA | {"LORA_TARGETS": "cell_001/attention/w_[qv]"}
     for changes, has in ((more, "the model"), ({}, ".*/ckpt-1")):
         with pytest.raises(CheckpointError, match=f"^{has} has adapters that .* has not, such as"):
@@ -254,8 +253,7 @@ def test_adapters_begin_on_a_trained_run_whose_damage_stays(folder, tmp_path):
     assert len(names) == 35 and made.step == 1
     for name in names:
         np.testing.assert_array_equal(found[name], values[name], err_msg=name)
-    trained(made, steps=1)
-    saved(made)
+    saved_next(made)
     assert goes_on(run, {}, 2).step == 2
     path = run / "ckpt-1.data-00000-of-00001"
     content = bytearray(path.read_bytes())

@@ -45,7 +45,8 @@ class Tuned(params.{kind}):
 """
 
 
-@pytest.mark.parametrize("kind", ["Gpt2", pytest.param("Llama", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["Gpt2", "Llama"])
 def test_results_are_those_of_one_device(kind, tmp_path, monkeypatch):
     values = KINDS[kind]
     tensors = small.tensors_of(values)
