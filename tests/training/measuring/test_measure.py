@@ -1,5 +1,6 @@
 """Figures of a model that were measured here: complete, and good for plans."""
 
+import dataclasses
 import json
 import math
 import re
@@ -15,6 +16,7 @@ from pipemesh.plan import Plan
 from pipemesh.plan.figures import Figures, figures_of_costs
 from pipemesh.training.measuring import RegisteredSteps, measure
 from pipemesh.training.measuring.measure import (
+    _program,
     _with_halves,
     number_of_layers,
     plans_to_fit,
@@ -157,6 +159,13 @@ def test_plans_to_fit_use_the_devices_and_rules():
     for plan in plans_to_fit(shared, 2):
         plan.check_batch(12)
     assert Plan(num_microbatches=6, remat="none") in list(plans_to_fit(plain, 2))
+
+
+def test_the_program_that_is_measured_is_cut_as_models_are_that_cut_themselves():
+    """It had no boundaries, so such a model cut itself otherwise than one program can be."""
+    figures = Figures(tuple(figures_of_costs([LayerCost(1.0)] * 5, 1)), batch=12, alike=(1, 3))
+    assert _program(figures, 2).boundaries == (0, 2, 5)
+    assert _program(dataclasses.replace(figures, alike=(0, 0)), 2) is None
 
 
 class Said:
