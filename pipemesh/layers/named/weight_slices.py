@@ -12,10 +12,11 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.backend.gradients import attach_gradient, unrecorded
+from pipemesh.backend.operations import on_each
 from pipemesh.backend.saved_state import Slice, SlicedVariable, slice_of
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import LayoutError, ShapeError
-from pipemesh.lowering.lowering import Lowering, Slices, on_each
+from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.lowering.placement import PlacementLowering
 from pipemesh.mesh import Dim, LayoutRules, Mesh, Shape, TensorLayout
 
