@@ -16,6 +16,7 @@ from tensorflow.python.tpu.ops import tpu_ops
 
 from pipemesh.backend.devices import eager_context
 from pipemesh.backend.operation_kinds import COLLECTIVES
+from pipemesh.backend.operations import on_each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +87,8 @@ def nccl_all_reduce(
     tensors: Sequence[tf.Tensor], devices: Sequence[str], op: str
 ) -> list[tf.Tensor]:
     """Returns the sum, maximum or minimum of tensors on GPUs, on each of the GPUs."""
-    placed: list[tf.Tensor] = []
-    for tensor, device in zip(tensors, devices, strict=True):
-        # NCCL operations are placed on the devices of their inputs.
-        with tf.device(device):
-            placed.append(tf.identity(tensor))
-    reduced = _NCCL_REDUCE[op](placed)
+    # NCCL operations are placed on the devices of their inputs.
+    reduced = _NCCL_REDUCE[op](on_each(devices, tf.identity, tensors))
     assert reduced is not None
     return list(reduced)
 

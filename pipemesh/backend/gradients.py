@@ -22,7 +22,7 @@ from tensorflow.python.framework import ops
 from tensorflow.python.ops import cond_v2, control_flow_state, gen_functional_ops, gradients_util
 
 from pipemesh.backend.graphs import surrounding_graphs
-from pipemesh.backend.structure import is_differentiable
+from pipemesh.backend.structure import is_differentiable, setting
 from pipemesh.errors import GradientError
 
 
@@ -281,15 +281,10 @@ _GRADIENT = "PipemeshGradient"
 _unneeded = contextvars.ContextVar("pipemesh_no_gradients", default=False)
 
 
-@contextlib.contextmanager
-def no_gradients() -> Iterator[None]:
+def no_gradients() -> contextlib.AbstractContextManager[Any]:
     """Attaches no gradients inside, for results that are never differentiated."""
     # Each custom gradient takes an operation that does nothing but carry it.
-    token = _unneeded.set(True)
-    try:
-        yield
-    finally:
-        _unneeded.reset(token)
+    return setting(_unneeded, True)
 
 
 @tf.function(autograph=False)

@@ -7,12 +7,13 @@ the pipeline attaches one to its results as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import tensorflow as tf
 
+T = TypeVar("T")
 Tensors = list[tf.Tensor]
 # For lists with or without None.
 MaybeTensor = TypeVar("MaybeTensor", bound=tf.Tensor | None)
@@ -39,6 +40,15 @@ def pin(tensors: Tensors) -> Tensors:
         "shape": _attribute(shape=tensors[0].shape.as_proto()),
     }
     return _make("EnsureShape", tensors, dtypes, attributes)
+
+
+def on_each(devices: Sequence[str], function: Callable[..., T], *values: Sequence[Any]) -> list[T]:
+    """Calls a function on each device, with the device's item of each of `values`."""
+    results: list[T] = []
+    for device, *args in zip(devices, *values, strict=True):
+        with tf.device(device):
+            results.append(function(*args))
+    return results
 
 
 def zeros(spec: tf.TensorSpec) -> tf.Tensor:

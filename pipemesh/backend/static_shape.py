@@ -1,4 +1,4 @@
-"""Shapes and dtypes that are known before anything runs."""
+"""Shapes and dtypes that are known before anything runs, and reshapes by them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,21 @@ def static_sizes(value: tf.Tensor | tf.TensorSpec) -> list[int]:
     known = [size for size in sizes if size is not None]
     assert len(known) == len(sizes), f"a static shape is needed, not {value.shape}"
     return known
+
+
+def split_to_front(tensor: tf.Tensor, dim: int, count: int) -> tf.Tensor:
+    """Cuts a dim of a tensor into equal parts, and stacks them along a new first dim."""
+    sizes = static_sizes(tensor)
+    cut = tf.reshape(tensor, [*sizes[:dim], count, sizes[dim] // count, *sizes[dim + 1 :]])
+    return tf.transpose(cut, [dim, *range(dim), *range(dim + 1, len(sizes) + 1)])
+
+
+def join_from_front(parts: tf.Tensor, dim: int) -> tf.Tensor:
+    """Joins parts along a dim that they have, as `split_to_front` cuts and stacks them."""
+    count, *sizes = static_sizes(parts)
+    order = [*range(1, dim + 1), 0, *range(dim + 1, len(sizes) + 1)]
+    sizes[dim] *= count
+    return tf.reshape(tf.transpose(parts, order) if dim else parts, sizes)
 
 
 def static_vector(shape: Any) -> Any:

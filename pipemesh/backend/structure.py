@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import tensorflow as tf
 from tensorflow.core.function.trace_type import custom_nest_trace_type, trace_type_builder
@@ -16,6 +17,7 @@ from pipemesh.errors import PipelineError
 Spec = tf.Tensor | tf.TensorSpec
 # `IndexedSlices` if sparse, None if absent.
 Gradient = tf.Tensor | tf.IndexedSlices | None
+T = TypeVar("T")
 
 
 class Structure:
@@ -119,6 +121,16 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) or "nothing in it"
 
 
+@contextlib.contextmanager
+def setting(variable: contextvars.ContextVar[Any], value: T) -> Iterator[T]:
+    """Sets a context variable inside the context, which yields the value."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
+
+
 _in_loop_check = contextvars.ContextVar("pipemesh_in_loop_check", default=False)
 
 
@@ -140,11 +152,8 @@ def in_loop_check() -> bool:
 
 
 def _verify(*args: Any, **kwargs: Any) -> Any:
-    token = _in_loop_check.set(True)
-    try:
+    with setting(_in_loop_check, True):
         return _verify_tf_loop_vars(*args, **kwargs)
-    finally:
-        _in_loop_check.reset(token)
 
 
 _verify_tf_loop_vars = control_flow.verify_tf_loop_vars

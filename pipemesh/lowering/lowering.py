@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
+from pipemesh.backend.devices import check_devices_exist
 from pipemesh.backend.static_shape import static_sizes
-from pipemesh.errors import LayoutError, ShapeError
+from pipemesh.errors import DeviceError, LayoutError, ShapeError
 from pipemesh.lowering.costs import OperationCosts, count_map
 from pipemesh.mesh import LayoutRules, Mesh, Shape, TensorLayout
 from pipemesh.mesh.mesh import check_mesh
@@ -73,13 +74,17 @@ def join_slices(layout: TensorLayout, slice_of: Callable[[int], tf.Tensor]) -> t
     return join(0, {})
 
 
-def on_each(devices: Sequence[str], function: Callable[..., T], *values: Sequence[Any]) -> list[T]:
-    """Calls a function on each device, with the device's item of each of `values`."""
-    results: list[T] = []
-    for device, *args in zip(devices, *values, strict=True):
-        with tf.device(device):
-            results.append(function(*args))
-    return results
+def devices_of(
+    mesh: Mesh, devices: Sequence[str], members: str = "processors", each: str = "each"
+) -> tuple[str, ...]:
+    """Returns TensorFlow's names of a mesh's devices, after a check that there is one for each."""
+    names = check_devices_exist(devices)
+    if len(names) != mesh.num_devices:
+        raise DeviceError(
+            f"{len(names)} devices were given for mesh '{mesh}', which has {mesh.num_devices} "
+            f"{members}; give one device for {each}"
+        )
+    return names
 
 
 class Lowering(abc.ABC):

@@ -14,13 +14,11 @@ import numpy as np
 import tensorflow as tf
 
 from pipemesh.backend import collectives
-from pipemesh.backend.devices import check_devices_exist
 from pipemesh.backend.gradients import attach_gradient, unrecorded
-from pipemesh.backend.operations import sum_in_order
+from pipemesh.backend.operations import on_each, sum_in_order
 from pipemesh.backend.static_shape import static_sizes
-from pipemesh.errors import DeviceError
 from pipemesh.lowering.differentiate import local_gradient
-from pipemesh.lowering.lowering import Lowering, Slices, join_slices, on_each, whole_tensor
+from pipemesh.lowering.lowering import Lowering, Slices, devices_of, join_slices, whole_tensor
 from pipemesh.mesh import LayoutRules, Mesh, TensorLayout
 
 _PAIRWISE: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
@@ -60,12 +58,7 @@ class PlacementLowering(Lowering):
 
     def __init__(self, mesh: Mesh, rules: LayoutRules, devices: Sequence[str]) -> None:
         super().__init__(mesh, rules)
-        self.devices = check_devices_exist(devices)
-        if len(devices) != mesh.num_devices:
-            raise DeviceError(
-                f"{len(devices)} devices were given for mesh '{mesh}', which has "
-                f"{mesh.num_devices} processors; give one device for each"
-            )
+        self.devices = devices_of(mesh, devices)
         self.num_slices = len(devices)
 
     def map_to_several(

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from pipemesh.backend.devices import check_devices_exist
+from pipemesh.backend.operations import on_each
 from pipemesh.errors import DeviceError, LayoutError, ShapeError
-from pipemesh.lowering.lowering import Lowering, check_real, join_slices, on_each, whole_tensor
+from pipemesh.lowering.lowering import Lowering, check_real, devices_of, join_slices, whole_tensor
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import Shape, TensorLayout
 from pipemesh.randomness.draws import RawDraw, draw_block
@@ -204,12 +204,7 @@ class Variable:
                 "such as Constant(0.0)"
             )
         check_real(tf.as_dtype(dtype), f"variable {name!r}")
-        devices = check_devices_exist(devices)
-        if len(devices) != layout.mesh.num_devices:
-            raise DeviceError(
-                f"{len(devices)} devices were given for mesh '{layout.mesh}', which has "
-                f"{layout.mesh.num_devices} processors; give one device for each"
-            )
+        devices = devices_of(layout.mesh, devices)
         variables: list[tf.Variable] = []
         for i, device in enumerate(devices):
             with tf.device(device):

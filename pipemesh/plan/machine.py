@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from pipemesh.errors import PlanError
 from pipemesh.mesh import Mesh
 from pipemesh.mesh.find_layout import Axes
-from pipemesh.plan.network import Link, Network, reduced_bytes
+from pipemesh.plan.network import Link, Network
 
 # The axes, the primitive or operation, and the pass.
 Key = tuple[tuple[str, ...], str, str]
@@ -104,8 +104,8 @@ class Machine:
             stride = min(map(mesh.stride, axes), default=1)
             # With equal distances between neighbours, each host first adds what its members have.
             is_row = members > 1 and reach == 1 + stride * (members - 1)
-            if primitive == "all_reduce" and is_row and sent:
-                return calls * link.all_reduce(members, stride, reduced_bytes(members, sent))
+            if is_row and sent:
+                return calls * link.collective(primitive, members, stride, sent)
             link = link.link(reach)
         return calls * link.collective(primitive, members, sent)
 

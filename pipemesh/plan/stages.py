@@ -20,6 +20,7 @@ from pipemesh.plan.remat import ModeName, Remat
 from pipemesh.plan.slices import Progress, equal_work_lengths, slice_shares, spans_of
 from pipemesh.schedule import Action, Costs, Schedule
 from pipemesh.schedule.action import KINDS
+from pipemesh.schedule.costs import FIELD_OF
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,12 +169,6 @@ class Stages:
         """Returns the bytes of a microbatch's outputs of a stage on a device."""
         layer, shares = self.layers[stage][-1], self.layers[stage][-1].shared(self.rules)
         return layer.outputs.at(self.rows) * shares.part(self.groups[stage], shares.outputs)
-
-    def given(self, stage: int) -> float:
-        """Returns the bytes of a microbatch's inputs of a stage on a device."""
-        if not stage:
-            return 0.0
-        return self.passed(stage - 1)
 
 
 def stages_of(plan: Plan, figures: Figures, batch: int, network: Network | None = None) -> Stages:
@@ -500,9 +495,8 @@ def exchanged(
 
 def even_costs(costs: Costs, number: int) -> Costs:
     """Returns the costs of equal stages with the same total work, without transfers."""
-    by_stage = costs.per_stage(number)
-    kinds = ("forward", "backward", "input_grad", "weight_grad", "recompute")
-    return Costs(**{kind: sum(getattr(by_stage, kind)) / number for kind in kinds})
+    durations = costs.per_stage(number).durations()
+    return Costs(**{FIELD_OF[kind]: sum(each) / number for kind, each in durations.items()})
 
 
 def device_memory(stages: Stages, figures: Figures, place: int) -> float:
@@ -570,7 +564,7 @@ class StageMemory:
             layer.working.at(rows) * stages.part(stage, layer) if layer.working else 0.0
             for layer in layers
         ]
-        self._given = stages.given(stage)
+        self._given = stages.passed(stage - 1) if stage else 0.0
         # Every action has all weights of its stage, fetched for it or once for all.
         self._fetched = stages.fetched(stage)
 

@@ -92,8 +92,8 @@ class Sizes:
     def weights_kept(self, stage: int, places: Sequence[int]) -> int:
         """Returns the bytes of fetched weights that devices of a home hold during a step."""
         traced = self._machine.traced[stage]
-        names = traced.joined() if traced.keeps_fetched else ()
-        return num_bytes([traced.spec(name) for name in names if traced.place(name) in places])
+        kept = [name for name in traced.joined() if traced.place(name) in places]
+        return num_bytes([*map(traced.spec, kept)])
 
     def sums_sent(self, stage: int) -> Mapping[tuple[int, int], int]:
         """Returns the bytes of summed gradients sent from device to device of the home."""
@@ -135,16 +135,12 @@ class Sizes:
         """Returns the bytes sent to another home, by device indices of sender and receiver."""
         machine, stage = self.machine(action.microbatch), action.stage
         sent = collections.Counter[tuple[int, int]]()
-        if action.kind == "F" and stage + 1 < len(machine.stages):
-            specs, targets = machine.specs(OUTPUTS, stage), machine.places(GRADS, stage + 1)
-            sources = machine.places(OUTPUTS, stage)
-        elif action.kind in ("B", "I") and stage:
-            specs, sources = machine.specs(GRADS, stage), machine.places(GRADS, stage)
-            targets = machine.places(OUTPUTS, stage - 1)
-        else:
+        kind, step = (OUTPUTS, 1) if action.kind == "F" else (GRADS, -1)
+        if action.kind not in "FBI" or not 0 <= stage + step < len(machine.stages):
             return sent
-        for spec, source, target in zip(specs, sources, targets, strict=True):
-            sent[source, target] += 0 if spec is None else num_bytes([spec])
+        ends = zip(machine.places(kind, stage), machine.arrival_places(kind, stage), strict=True)
+        for spec, way in zip(machine.specs(kind, stage), ends, strict=True):
+            sent[way] += 0 if spec is None else num_bytes([spec])
         return sent
 
     def crossing(self, action: Action) -> Mapping[tuple[int, int], int]:
@@ -404,15 +400,14 @@ def _each(run: Run, inside: bool) -> Iterator[tuple[str, str, str, int]]:
         for number, of in stage.copies.items():
             size = num_bytes(specs_of([stage.theta[number]]))
             yield "weights", stage.theta_devices[of], stage.theta_devices[number], size
-        for (source, target), size in sizes.weights_sent(s).items():
-            yield "weights", stage.devices[source], stage.devices[target], size
-        sums = {} if schedule.is_forward_only else sizes.sums_sent(s)
-        for (source, target), size in sums.items():
-            yield "weight gradients", stage.devices[source], stage.devices[target], size
         actions = [a for row in schedule.rows for a in row if a.stage == s]
-        for fetch in sizes.weights_fetched(actions):
-            for (source, target), size in fetch.items():
-                yield "weights", stage.devices[source], stage.devices[target], size
+        inside_home = [("weights", sizes.weights_sent(s))]
+        inside_home += [("weights", fetch) for fetch in sizes.weights_fetched(actions)]
+        if not schedule.is_forward_only:
+            inside_home.append(("weight gradients", sizes.sums_sent(s)))
+        for what, sent in inside_home:
+            for (source, target), size in sent.items():
+                yield what, stage.devices[source], stage.devices[target], size
     for action in (action for row in schedule.rows for action in row):
         s = action.stage
         home = stages[s].of_home

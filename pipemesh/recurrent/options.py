@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from pipemesh.backend.operations import on_each
 from pipemesh.errors import PipelineError
 from pipemesh.recurrent.remat import AnyRemat, policy_of
 from pipemesh.recurrent.stage import Grads
@@ -88,10 +89,9 @@ class LossScale:
         Returns:
             The same structure. Evaluating any of these gradients also updates the factor.
         """
-        flags = []
-        for grad in (grad for group in groups for grad in group if grad is not None):
-            with tf.device(grad.device):
-                flags.append(tf.reduce_all(tf.math.is_finite(grad)))
+        grads = [grad for group in groups for grad in group if grad is not None]
+        devices = [grad.device for grad in grads]
+        flags = on_each(devices, lambda grad: tf.reduce_all(tf.math.is_finite(grad)), grads)
         finite = tf.reduce_all(tf.stack(flags)) if flags else tf.constant(True)
         good_steps = tf.convert_to_tensor(self._good_steps) + 1
         grows = good_steps >= _GROWTH_INTERVAL

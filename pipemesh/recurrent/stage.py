@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from pipemesh.backend.gradients import custom_gradient
 from pipemesh.backend.static_shape import static_sizes
+from pipemesh.backend.structure import setting
 from pipemesh.errors import DeviceError, PipelineError
 from pipemesh.plan.slices import Span
 
@@ -103,14 +104,9 @@ _current_devices: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextV
 )
 
 
-@contextlib.contextmanager
-def calling_on(devices: tuple[str, ...]) -> Iterator[None]:
+def calling_on(devices: tuple[str, ...]) -> contextlib.AbstractContextManager[Any]:
     """Sets the devices that `current_devices` returns inside the context."""
-    token = _current_devices.set(devices)
-    try:
-        yield
-    finally:
-        _current_devices.reset(token)
+    return setting(_current_devices, devices)
 
 
 def current_devices() -> tuple[str, ...]:
@@ -291,16 +287,11 @@ _current_call: contextvars.ContextVar[tuple[Slice, bool] | None] = contextvars.C
 )
 
 
-@contextlib.contextmanager
 def calling_for(
     index: tf.Tensor | int, count: int, is_piece: bool = True, span: Span | None = None
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[Any]:
     """Sets the slice that `current_slice` returns; `is_piece` is False for the whole batch."""
-    token = _current_call.set((Slice(index, count, span), is_piece))
-    try:
-        yield
-    finally:
-        _current_call.reset(token)
+    return setting(_current_call, (Slice(index, count, span), is_piece))
 
 
 def current_slice() -> Slice:
@@ -349,10 +340,11 @@ def write_slice(past: tf.Tensor, new: tf.Tensor, dim: int) -> tf.Tensor:
         )
     if piece.count == 1:
         return new
-    begin = tf.cast(piece.begin(length), tf.int64)
+    begin, every = tf.cast(piece.begin(length), tf.int64), (slice(None),) * dim
 
     def put(whole: tf.Tensor, part: tf.Tensor) -> tf.Tensor:
-        before, after = _beside(whole, begin, length, dim)
+        before = whole[(*every, slice(None, begin))]
+        after = whole[(*every, slice(begin + length, None))]
         return tf.ensure_shape(tf.concat([before, part, after], dim), sizes)
 
     # The shapes of TensorFlow's own gradient would be unknown before the step.
@@ -366,12 +358,6 @@ def write_slice(past: tf.Tensor, new: tf.Tensor, dim: int) -> tf.Tensor:
         return put(past, new), backward
 
     return written(past, new)
-
-
-def _beside(x: tf.Tensor, begin: tf.Tensor, length: int, dim: int) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns what lies before the positions from `begin` on along a dim, and behind them."""
-    every = (slice(None),) * dim
-    return x[(*every, slice(None, begin))], x[(*every, slice(begin + length, None))]
 
 
 def starting_anew(stage: Stage) -> Stage:

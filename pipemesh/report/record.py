@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from pipemesh.errors import PipemeshError, ReportError
 from pipemesh.schedule import Costs, Schedule, Timeline, simulate, validate
+from pipemesh.schedule.costs import FIELD_OF
 
 FILE = "record.jsonl"
 """The name of the record in a log directory."""
@@ -278,7 +279,7 @@ EXPECTED = (
     *("gradients", "optimizer", "fixed"),
 )
 """The parts of a predicted step, as in `pipemesh.plan.Prediction.parts`."""
-_COSTS = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_grad"}
+_COSTS = {kind: FIELD_OF[kind] for kind in "FBIW"}
 
 
 def read(folder: str) -> Run:

@@ -13,6 +13,14 @@ from pipemesh.schedule.checks import check_counts, check_name, short
 
 Cost = float | Sequence[float]
 """One number for every stage, or one number a stage."""
+FIELD_OF = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input_grad",
+    "W": "weight_grad",
+    "R": "recompute",
+}
+"""The field of `Costs` with the duration of each kind of action."""
 _Values = float | tuple[float, ...]
 
 
@@ -160,13 +168,7 @@ class StageCosts:
 
     def durations(self) -> dict[str, tuple[float, ...]]:
         """Returns for each kind of action its duration on each stage."""
-        return {
-            "F": self.forward,
-            "B": self.backward,
-            "I": self.input_grad,
-            "W": self.weight_grad,
-            "R": self.recompute,
-        }
+        return {kind: getattr(self, name) for kind, name in FIELD_OF.items()}
 
 
 def _checked(name: str, value: Any) -> _Values:

@@ -314,10 +314,7 @@ def rounds(schedule: Schedule, table: Table | None = None) -> list[list[tuple[in
     return moves
 
 
-Ticks = tuple[tuple[Action | None, ...], ...]
-
-
-def lockstep(schedule: Schedule) -> Ticks:
+def lockstep(schedule: Schedule) -> tuple[tuple[Action | None, ...], ...]:
     """Puts the actions of a schedule on one clock, None where a device does nothing."""
     # A loop whose turns are ticks runs like that: every device computes something, and all hand it
     # on at the end.

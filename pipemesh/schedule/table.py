@@ -18,7 +18,7 @@ from pipemesh.schedule.schedule import Schedule
 NOTHING = -1
 """The code of no action: the action waits for no other stage."""
 
-FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD, _ = range(len(KINDS))
+_, BACKWARD, INPUT_GRAD, WEIGHT_GRAD, _ = range(len(KINDS))
 # Pairs of kinds, by their index, of which the first makes what the second takes on its own stage.
 _IN_ORDER = tuple(
     (KINDS.index(maker), KINDS.index(kind))

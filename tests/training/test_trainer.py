@@ -30,7 +30,7 @@ class Marks:
         return waits_of(
             self.schedule,
             [
-                Stand(device, row, self.schedule.rows[row], count + (row == 2), count)
+                Stand(device, self.schedule.rows[row], count + (row == 2), count)
                 for row, (device, count) in enumerate(zip(DEVICES, ended, strict=True))
             ],
         )

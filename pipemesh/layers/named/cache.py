@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from pipemesh.backend.operations import copied, overwritten
 from pipemesh.backend.static_shape import static_sizes
+from pipemesh.backend.structure import setting
 from pipemesh.errors import DecodingError, PipelineError
 from pipemesh.layers.named.block_attention import CAUSAL, LOW, Buckets, Sight, capped
 from pipemesh.layers.named.scope import current_lowering
@@ -173,18 +174,13 @@ _current: contextvars.ContextVar[KeyValueCache | None] = contextvars.ContextVar(
 )
 
 
-@contextlib.contextmanager
-def cache_scope(cache: KeyValueCache) -> Iterator[KeyValueCache]:
+def cache_scope(cache: KeyValueCache) -> contextlib.AbstractContextManager[KeyValueCache]:
     """Makes attention inside continue a cache and add to it; see `KeyValueCache`.
 
     Args:
         cache: the cache of the rows.
     """
-    token = _current.set(cache)
-    try:
-        yield cache
-    finally:
-        _current.reset(token)
+    return setting(_current, cache)
 
 
 def current_cache() -> KeyValueCache | None:

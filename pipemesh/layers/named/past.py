@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from pipemesh.backend.gradients import custom_gradient
 from pipemesh.backend.operations import JOINED, SHARED, mark
+from pipemesh.backend.structure import setting
 from pipemesh.errors import PipelineError
 from pipemesh.layers.named.scope import current_lowering
 from pipemesh.lowering.lowering import Slices
@@ -115,14 +116,9 @@ _current: contextvars.ContextVar[Past | None] = contextvars.ContextVar(
 )
 
 
-@contextlib.contextmanager
-def past_scope(past: Past) -> Iterator[Past]:
+def past_scope(past: Past) -> contextlib.AbstractContextManager[Past]:
     """Makes causal attention inside continue earlier slices of its sequences."""
-    token = _current.set(past)
-    try:
-        yield past
-    finally:
-        _current.reset(token)
+    return setting(_current, past)
 
 
 def current_past() -> Past | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from pipemesh.backend.structure import setting
 from pipemesh.errors import LayoutError
 from pipemesh.lowering import Lowering, PlacementLowering, Tensor, ops
 from pipemesh.mesh import LayoutRules, Mesh, Shape
@@ -17,8 +18,7 @@ _current: contextvars.ContextVar[Lowering | None] = contextvars.ContextVar(
 )
 
 
-@contextlib.contextmanager
-def lowering_scope(lowering: Lowering) -> Iterator[Lowering]:
+def lowering_scope(lowering: Lowering) -> contextlib.AbstractContextManager[Lowering]:
     """Makes and calls named layers inside with a lowering; scopes nest.
 
     Args:
@@ -41,11 +41,7 @@ def lowering_scope(lowering: Lowering) -> Iterator[Lowering]:
         raise LayoutError(
             f"{lowering!r} is no lowering; give one such as PlacementLowering(mesh, rules, devices)"
         )
-    token = _current.set(lowering)
-    try:
-        yield lowering
-    finally:
-        _current.reset(token)
+    return setting(_current, lowering)
 
 
 def current_lowering() -> Lowering:

@@ -12,10 +12,12 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.backend.gradients import attach_gradient, unrecorded
+from pipemesh.backend.operations import on_each
 from pipemesh.backend.saved_state import Slice, SlicedVariable, slice_of
 from pipemesh.backend.static_shape import static_sizes
+from pipemesh.backend.structure import setting
 from pipemesh.errors import LayoutError, ShapeError
-from pipemesh.lowering.lowering import Lowering, Slices, on_each
+from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.lowering.placement import PlacementLowering
 from pipemesh.mesh import Dim, LayoutRules, Mesh, Shape, TensorLayout
 
@@ -63,18 +65,13 @@ _current: contextvars.ContextVar[ReplicaCut | None] = contextvars.ContextVar("cu
 _stays: contextvars.ContextVar[bool] = contextvars.ContextVar("stays", default=False)
 
 
-@contextlib.contextmanager
-def replica_cut_scope(cut: ReplicaCut | None) -> Iterator[None]:
+def replica_cut_scope(cut: ReplicaCut | None) -> contextlib.AbstractContextManager[Any]:
     """Sets the cut over replicas with which named layers inside are made, called and counted.
 
     Args:
         cut: the cut, or None for none.
     """
-    token = _current.set(cut)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    return setting(_current, cut)
 
 
 def current_replica_cut() -> ReplicaCut | None:
@@ -117,12 +114,8 @@ class WeightPart:
     @contextlib.contextmanager
     def placed(self) -> Iterator[None]:
         """Enters the device scope in which the variable must be made."""
-        token = _stays.set(self.replica is not None)
-        try:
-            with tf.device(self.device):
-                yield
-        finally:
-            _stays.reset(token)
+        with setting(_stays, self.replica is not None), tf.device(self.device):
+            yield
 
 
 # Some dims need not divide over their axis: layers compute with equal slices, and the last one ends

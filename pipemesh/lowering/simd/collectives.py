@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from pipemesh.backend import collectives
 from pipemesh.backend.collectives import Meeting
-from pipemesh.backend.static_shape import static_sizes
+from pipemesh.backend.static_shape import join_from_front
 from pipemesh.lowering.lowering import Slices
 from pipemesh.lowering.simd.simd_lowering import SimdLowering
 from pipemesh.mesh import LayoutRules, Mesh
@@ -119,7 +119,7 @@ class TfLowering(SimdLowering):
         (tensor,) = x
         if tensor.shape.num_elements() == 0:
             return (tf.concat([tensor] * self.mesh.size(axis), dim),)
-        return (gathered_to_dim(self._gather(tensor, axis), dim),)
+        return (join_from_front(self._gather(tensor, axis), dim),)
 
     def raw_all_to_all(self, x: Slices, axis: str, split_dim: int, concat_dim: int) -> Slices:
         """Calls one `CollectiveAllToAllV2` between a split and a concat."""
@@ -128,7 +128,7 @@ class TfLowering(SimdLowering):
         if tensor.shape.num_elements() != 0:
             result = collectives.all_to_all(sendable(pieces), self._meeting([axis]))
             pieces = received(result, tensor, pieces.shape)
-        return (gathered_to_dim(pieces, concat_dim),)
+        return (join_from_front(pieces, concat_dim),)
 
     def raw_permute(self, x: Slices, axis: str, pairs: Sequence[tuple[int, int]]) -> Slices:
         """Gathers all slices and takes one: there is no permute kernel."""
@@ -141,14 +141,6 @@ class TfLowering(SimdLowering):
         table = tf.constant([source.get(at, size) for at in range(size)])
         (at,) = self.coordinate(axis)
         return (tf.gather(gathered, table[at]),)
-
-
-def gathered_to_dim(stacked: tf.Tensor, dim: int) -> tf.Tensor:
-    """Joins the n parts stacked in the first dim along `dim`, counted without the first."""
-    n, *sizes = static_sizes(stacked)
-    order = [*range(1, dim + 1), 0, *range(dim + 1, len(sizes) + 1)]
-    sizes[dim] *= n
-    return tf.reshape(tf.transpose(stacked, order), sizes)
 
 
 def sendable(x: tf.Tensor) -> tf.Tensor:
@@ -197,7 +189,7 @@ class TpuLowering(SimdLowering):
 
     def raw_all_gather(self, x: Slices, axis: str, dim: int) -> Slices:
         """Calls one `AllToAll` of copies, which sends no more than an all-gather needs."""
-        return (gathered_to_dim(self._gather(x[0], axis), dim),)
+        return (join_from_front(self._gather(x[0], axis), dim),)
 
     def raw_all_to_all(self, x: Slices, axis: str, split_dim: int, concat_dim: int) -> Slices:
         """Calls one `AllToAll`."""

@@ -11,12 +11,12 @@ import numpy as np
 import tensorflow as tf
 
 from pipemesh.backend import collectives
-from pipemesh.backend.devices import check_devices_exist
 from pipemesh.backend.gradients import outside_graphs
+from pipemesh.backend.operations import on_each
 from pipemesh.backend.static_shape import stand_for_alike
 from pipemesh.errors import DeviceError, LayoutError, ShapeError
 from pipemesh.lowering.arguments import described
-from pipemesh.lowering.lowering import check_rules
+from pipemesh.lowering.lowering import check_rules, devices_of
 from pipemesh.lowering.simd.collectives import GroupKeys, TfLowering, eager_instance_keys
 from pipemesh.lowering.simd.simd_lowering import SimdLowering
 from pipemesh.lowering.tensor import Tensor
@@ -57,12 +57,7 @@ class Cores:
         self, mesh: Mesh, devices: Sequence[str], *, time_limit_s: float | None = 600.0
     ) -> None:
         check_mesh(mesh)
-        self.devices = check_devices_exist(devices)
-        if len(devices) != mesh.num_devices:
-            raise DeviceError(
-                f"{len(devices)} devices were given for mesh '{mesh}', which has "
-                f"{mesh.num_devices} cores; give one device for each core"
-            )
+        self.devices = devices_of(mesh, devices, "cores", "each core")
         for device in self.devices:
             if self.devices.count(device) > 1:
                 raise DeviceError(
@@ -234,14 +229,12 @@ class CoreFunction:
             return self._run(on_devices)
 
     def _run_all(self, args: Sequence[Sequence[Any]]) -> list[Any]:
-        results: list[Any] = []
         cores = self._cores
-        for device, core, token, of_core in zip(
-            cores.devices, cores.numbers, cores.tokens, args, strict=True
-        ):
-            with tf.device(device):
-                results.append(self.concrete(core, token.handle, *of_core))
-        return results
+
+        def run(core: tf.Tensor, token: Any, of_core: Sequence[Any]) -> Any:
+            return self.concrete(core, token.handle, *of_core)
+
+        return on_each(cores.devices, run, cores.numbers, cores.tokens, args)
 
 
 def _tensor_of(value: Any, spec: tf.TypeSpec) -> Any:

@@ -9,21 +9,15 @@ from typing import Any
 
 import tensorflow as tf
 
+from pipemesh.backend.operations import on_each
+from pipemesh.backend.static_shape import join_from_front, split_to_front
 from pipemesh.backend.structure import is_differentiable
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.lowering.lowering import Slices
 from pipemesh.lowering.placement import PlacementLowering
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.mesh.mesh import LAYERS_AXIS
-from pipemesh.recurrent.circular.tick_loop import (
-    Leaves,
-    RingTicks,
-    Sums,
-    Tick,
-    TickLoop,
-    join_from_front,
-    split_to_front,
-)
+from pipemesh.recurrent.circular.tick_loop import Leaves, RingTicks, Sums, Tick, TickLoop
 from pipemesh.recurrent.executor import pipeline
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.passes.passes import by_name
@@ -211,11 +205,7 @@ class Circular:
         """Returns the microbatches, stacked, for the first core, and zeros for the others."""
         with tf.device(self._devices[0]):
             cut = split_to_front(tensor, self._cutting.batch_dim, self._cutting.num_microbatches)
-        slices = [cut]
-        for device in self._devices[1:]:
-            with tf.device(device):
-                slices.append(tf.zeros(cut.shape, tensor.dtype))
-        return tuple(slices)
+        return cut, *on_each(self._devices[1:], lambda: tf.zeros(cut.shape, tensor.dtype))
 
     def _join(self, leaf: Slices) -> tf.Tensor:
         """Returns the first core's slice, as a tensor of the whole batch."""
@@ -270,11 +260,8 @@ class TracedStages:
         self._passes = [machine.passes(number, FULL) for number in range(len(machine.stages))]
         for passes in self._passes:
             passes.make()
-        self._steps: Tensors = []
-        for device in devices:
-            with tf.device(device):
-                # Tensors that a loop uses are moved to its device before.
-                self._steps.append(tf.identity(machine.step))
+        # Tensors that a loop uses are moved to its device before.
+        self._steps = on_each(devices, lambda: tf.identity(machine.step))
         specs = self._traced[0].output_specs
         # Indices of the tensors between stages that may have a gradient.
         self.floating = [i for i, spec in enumerate(specs) if is_differentiable(spec)]

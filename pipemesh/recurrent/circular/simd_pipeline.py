@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from pipemesh.backend.gradients import attach_gradient, first_only, is_recorded, unrecorded
 from pipemesh.backend.operations import zeros
-from pipemesh.backend.static_shape import static_sizes
+from pipemesh.backend.static_shape import join_from_front, split_to_front, static_sizes
 from pipemesh.errors import LayoutError, PipelineError
 from pipemesh.lowering.arguments import as_shape, as_tensor, described
 from pipemesh.lowering.differentiate import call_alone, check_no_layers_axis, lost_in_layer
@@ -21,16 +21,7 @@ from pipemesh.mesh import Dim, Mesh, Shape
 from pipemesh.mesh.checks import whole_number
 from pipemesh.mesh.mesh import LAYERS_AXIS, check_mesh
 from pipemesh.recurrent.circular.layer_position import LayerPosition
-from pipemesh.recurrent.circular.tick_loop import (
-    Leaves,
-    RingTicks,
-    Sums,
-    Tick,
-    TickLoop,
-    join_from_front,
-    keep,
-    split_to_front,
-)
+from pipemesh.recurrent.circular.tick_loop import Leaves, RingTicks, Sums, Tick, TickLoop, keep
 from pipemesh.recurrent.options import sum_dtype
 from pipemesh.recurrent.passes.captures import is_stopped
 from pipemesh.schedule import Schedule, looped_bfs

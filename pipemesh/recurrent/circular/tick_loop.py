@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, Protocol
 import tensorflow as tf
 
 from pipemesh.backend.complete_graphs import place_beside_inputs
-from pipemesh.backend.static_shape import static_sizes
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.schedule.builders import looped_ticks
@@ -314,18 +313,3 @@ def put(
 def keep(condition: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
     """Returns the value, or zeros if the condition is false; a product would keep NaN."""
     return tf.where(condition, value, tf.zeros_like(value))
-
-
-def split_to_front(tensor: tf.Tensor, dim: int, count: int) -> tf.Tensor:
-    """Cuts a dim of a tensor into equal parts, and stacks them along a new first dim."""
-    sizes = static_sizes(tensor)
-    cut = tf.reshape(tensor, [*sizes[:dim], count, sizes[dim] // count, *sizes[dim + 1 :]])
-    return tf.transpose(cut, [dim, *range(dim), *range(dim + 1, len(sizes) + 1)])
-
-
-def join_from_front(parts: tf.Tensor, dim: int) -> tf.Tensor:
-    """Joins the parts that `split_to_front` returns."""
-    count, *sizes = static_sizes(parts)
-    order = [*range(1, dim + 1), 0, *range(dim + 1, len(sizes) + 1)]
-    sizes[dim] *= count
-    return tf.reshape(tf.transpose(parts, order), sizes)

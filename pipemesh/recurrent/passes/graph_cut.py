@@ -139,7 +139,7 @@ class GraphCut:
         self._groups = collectives.nccl_groups(graph_def.node)
         self._called: dict[str, tuple[frozenset[str], frozenset[str]]] = {}
         kept = set(map(node_of, asked_for))
-        use_first(graph_def.node, Bodies(graph_def), layer_of, kept)
+        use_first(graph_def.node, self._bodies, layer_of, kept)
 
     def ancestors(self, tensors: Iterable[str], cuts: Iterable[str] = ()) -> set[str]:
         """Returns the names of all nodes that `tensors` need when the tensors `cuts` are given."""
@@ -305,7 +305,7 @@ class GraphCut:
     def nodes(self, tensors: Iterable[str], chosen: Callable[[str], bool]) -> Iterator[Any]:
         """Returns the chosen nodes that `tensors` need, and those in functions that they call."""
         needed = self.ancestors(tensors)
-        yield from Bodies(self._graph_def).within(
+        yield from self._bodies.within(
             [node for node in self._graph_def.node if node.name in needed and chosen(node.name)]
         )
 
@@ -315,9 +315,8 @@ class GraphCut:
 
     def effects(self, before: int) -> list[str]:
         """Returns the names of the nodes, among the first `before`, that check or print."""
-        bodies = Bodies(self._graph_def)
         nodes = list(self._graph_def.node)[:before]
-        return [node.name for node in nodes if has_effect(node, bodies)]
+        return [node.name for node in nodes if has_effect(node, self._bodies)]
 
     def descendants(self, tensors: Iterable[str]) -> set[str]:
         """Returns the names of all nodes that depend on any of `tensors`."""

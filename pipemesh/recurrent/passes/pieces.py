@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend.static_shape import static_sizes
+from pipemesh.backend.static_shape import join_from_front, static_sizes
 from pipemesh.plan.slices import Span
 from pipemesh.recurrent.stage import Stage
 from pipemesh.schedule import Action
@@ -207,8 +207,7 @@ def join(parts: Sequence[tf.Tensor], cutting: Cutting) -> tf.Tensor:
 
 def join_stacked(parts: Sequence[tf.Tensor], cutting: Cutting) -> tf.Tensor:
     """Joins the parts of all pieces; each replica has one tensor with a dim for pieces."""
-    shape, batch_dim = static_sizes(parts[0])[1:], cutting.batch_dim
-    num_parts, stacked = cutting.num_parts, parts[0]
+    stacked, shape = parts[0], static_sizes(parts[0])[1:]
     if len(parts) > 1:
         stacked = tf.stack(parts, axis=1)
         stacked = tf.reshape(stacked, [cutting.num_pieces * cutting.replicas, *shape])
@@ -223,9 +222,5 @@ def join_stacked(parts: Sequence[tf.Tensor], cutting: Cutting) -> tf.Tensor:
             shape[at] *= cutting.num_slices
         else:
             stacked = tf.reduce_sum(stacked, axis=1)
-        stacked = tf.reshape(stacked, [num_parts, *shape])
-    order = [*range(1, batch_dim + 1), 0, *range(batch_dim + 1, len(shape) + 1)]
-    if batch_dim:
-        stacked = tf.transpose(stacked, order)
-    shape[batch_dim] *= num_parts
-    return tf.reshape(stacked, shape)
+        stacked = tf.reshape(stacked, [cutting.num_parts, *shape])
+    return join_from_front(stacked, cutting.batch_dim)

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from pipemesh.backend.labels import label_scope, labelled, tagged
 from pipemesh.backend.operation_kinds import SUMMARIES
+from pipemesh.backend.operations import on_each
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.backend.structure import Gradient, is_differentiable
 from pipemesh.errors import PipelineError
@@ -35,11 +36,7 @@ from pipemesh.recurrent.watch.finite_values import StageProbes
 
 def detached(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Returns the tensors without gradients, pinned so that each stays on its device."""
-    results = []
-    for tensor in tensors:
-        with tf.device(tensor.device):
-            results.append(tf.stop_gradient(tensor))
-    return results
+    return on_each([tensor.device for tensor in tensors], tf.stop_gradient, tensors)
 
 
 def identity_beside(tensor: tf.Tensor) -> tf.Tensor:

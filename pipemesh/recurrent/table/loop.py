@@ -23,6 +23,7 @@ from pipemesh.backend.operations import (
     anchor,
     list_get,
     list_set,
+    on_each,
     pin_each,
     pin_present,
 )
@@ -115,11 +116,8 @@ class _Home:
     def act(self) -> dict[Name, Grads]:
         """Returns the home's variables after the action that is due."""
         name = Name("tick", self.number)
-        counted: Grads = []
-        for tick, host in zip(self.values[name], self.variables.named[name].devices, strict=True):
-            assert tick is not None
-            with tf.device(host):
-                counted.append(tick + 1)
+        hosts = self.variables.named[name].devices
+        counted: Grads = on_each(hosts, lambda tick: tick + 1, self.values[name])
         for number, role in enumerate(self.program.roles):
             _Act(self, role, number).perform()
         after = {name: branching.merged() for name, branching in self._branchings.items()}
@@ -146,16 +144,14 @@ class _Home:
         """Returns the buffers of channels of which at most one has a value at this tick."""
         variables, buffers, program = self.variables, self.loop.buffers, self.program
         first, *_ = group
-        places = variables.arrival_places(first)
+        places = self.loop.machine.arrival_places(*first)
         devices = [self.devices[place] for place in places]
         # TensorFlow puts a `Switch` on the device that makes its data. So it would send a copy for
         # each buffer, after the number of that buffer was sent there. Nor may it move the operation
         # that receives them.
         values = [value for channel in group for value in self.sent[channel]]
-        arriving, sent = merged(values, variables.sending_devices(first)), list[Any]()
-        for tensor, device in zip(arriving, devices, strict=True):
-            with tf.device(device):
-                sent.append(None if tensor is None else anchor(tensor))
+        arriving = merged(values, variables.sending_devices(first))
+        sent: Grads = on_each(devices, lambda t: None if t is None else anchor(t), arriving)
         takers = variables.takers(program, group)
         taken, count = [sent] * len(takers), len(takers)
         if takers and (count > 1 or len(group) > 1):

@@ -14,6 +14,7 @@ from pipemesh.backend.operations import (
     list_get,
     list_set,
     merge,
+    on_each,
     pin_each,
     switch,
     switch_to,
@@ -31,7 +32,6 @@ from pipemesh.recurrent.table.loop_program import (
     Role,
 )
 from pipemesh.recurrent.table.machine import Channel, Key, Machine, State, key_of
-from pipemesh.schedule.action import GRADS, OUTPUTS
 
 
 class Buffers:
@@ -196,7 +196,7 @@ class Variables:
                 None if spec is None else (str(spec.shape), spec.dtype)
                 for spec in self._machine.specs(*channel)
             ]
-            places = self._machine.places(*channel), self.arrival_places(channel)
+            places = self._machine.places(*channel), self._machine.arrival_places(*channel)
             home = self._machine.stage_devices[channel.stage]
             alike.setdefault(repr((home, specs, places)), []).append(channel)
         self.groups |= {c: tuple(group) for group in alike.values() for c in group}
@@ -209,10 +209,7 @@ class Variables:
     def _add_home(self, home: int, program: HomeProgram) -> None:
         hosts = [processor_beside(device) for device in self.devices[home]]
         places = [*range(len(hosts))]
-        zeros: Grads = []
-        for host in hosts:
-            with tf.device(host):
-                zeros.append(tf.constant(0))
+        zeros: Grads = on_each(hosts, lambda: tf.constant(0))
         self.named[Name("tick", home)] = Variable(zeros, hosts, places)
         tokens: Grads = []
         for device, ends in zip(self.devices[home], self._state.tokens[home], strict=True):
@@ -233,7 +230,7 @@ class Variables:
             "microbatch": program.microbatch,
         }
         for channel, columns in program.arrival_buffers.items():
-            places = self.arrival_places(channel)
+            places = self._machine.arrival_places(*channel)
             devices = [self.devices[home][place] for place in places]
             for number, column in enumerate(columns):
                 start = self.nothing(channel, devices)
@@ -257,7 +254,7 @@ class Variables:
             channel = Channel(key.kind, key.stage)
             places = self._machine.places(*key)
             if channel in program.indexed_arrivals:
-                places = self.arrival_places(channel)
+                places = self._machine.arrival_places(*channel)
             dtypes = [None if spec is None else spec.dtype for spec in self._machine.specs(*key)]
             self._reserve(home, Name("indexed", key), dtypes, places)
         numbers |= program.slots
@@ -292,20 +289,10 @@ class Variables:
         devices = [self.devices[home][place] for place in places]
         self.named[name] = Variable(pin_each(list(start), devices), devices, [*places])
 
-    def arrival_places(self, channel: Channel) -> list[int]:
-        """Returns the indices of the devices of the user's home where a channel arrives."""
-        if channel.kind == OUTPUTS:
-            return self._machine.places(GRADS, channel.stage + 1)
-        return self._machine.places(OUTPUTS, channel.stage - 1)
-
     def nothing(self, channel: Channel, devices: Sequence[str]) -> Grads:
         """Returns tensors that stand for a missing value of a channel."""
-        made: Grads = []
         specs = self._machine.specs(channel.kind, channel.stage)
-        for spec, device in zip(specs, devices, strict=True):
-            with tf.device(device):
-                made.append(None if spec is None else nothing(spec.dtype))
-        return made
+        return on_each(devices, lambda spec: None if spec is None else nothing(spec.dtype), specs)
 
     def held(self, role: Role) -> list[tuple[Name, Sequence[tf.Tensor | None], Sequence[int]]]:
         """Returns the parts of the state that an action changes, with their device indices."""

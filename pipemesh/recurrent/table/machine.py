@@ -11,7 +11,15 @@ from typing import Any, NamedTuple, Protocol
 import tensorflow as tf
 
 from pipemesh.backend.graphs import keep_alive
-from pipemesh.backend.operations import MaybeTensor, pin, pin_each, pin_present, sum_in_order, zeros
+from pipemesh.backend.operations import (
+    MaybeTensor,
+    on_each,
+    pin,
+    pin_each,
+    pin_present,
+    sum_in_order,
+    zeros,
+)
 from pipemesh.backend.structure import is_differentiable
 from pipemesh.randomness.scope import WholeDraws
 from pipemesh.recurrent.options import Options, sum_dtype
@@ -504,11 +512,9 @@ class Machine:
 
     def zero_gradients(self, stage: int) -> Tensors:
         """Returns the sums of the gradients of a stage's weights before the first microbatch."""
-        sums = []
-        for total in self.sums[stage]:
-            with tf.device(self._stages[stage].devices[total.place]):
-                sums.append(zeros(total.spec))
-        return sums
+        home, sums = self._stages[stage].devices, self.sums[stage]
+        devices = [home[total.place] for total in sums]
+        return on_each(devices, lambda total: zeros(total.spec), sums)
 
     def total_gradients(self, stage: int, state: State) -> Grads:
         """Returns the gradient of each theta of a stage, summed over microbatches and replicas."""
@@ -534,6 +540,12 @@ class Machine:
     def places(self, kind: str, stage: int, mode: Mode = FULL) -> list[int]:
         """Returns the devices of the home, by number, of the values of a kind."""
         return [*map(self.traced[stage].place, self.names(kind, stage, mode))]
+
+    def arrival_places(self, kind: str, stage: int) -> list[int]:
+        """Returns the devices of the user's home, by number, where values of a kind arrive."""
+        if kind == OUTPUTS:
+            return self.places(GRADS, stage + 1)
+        return self.places(OUTPUTS, stage - 1)
 
     def names(self, kind: str, stage: int, mode: Mode) -> list[str]:
         """Returns the tensors of a kind; for GRADS the inputs that they belong to."""

@@ -324,11 +324,6 @@ class Run:
             raise ScheduleError(
                 f"the schedule has {schedule.num_stages} stages, but {len(stages)} were given"
             )
-        if performer is not None and schedule.num_slices > 1:
-            raise ScheduleError(
-                f"the schedule cuts sequences into {schedule.num_slices} slices, which the SIMD "
-                "pipeline does not run; give a schedule without slices, or another lowering"
-            )
         check_sliced(stages, schedule)
         check_threads(len({device for stage in stages for device in stage.devices}))
         inputs = [tf.convert_to_tensor(t) for t in inputs]

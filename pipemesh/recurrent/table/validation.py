@@ -60,8 +60,6 @@ def microbatch_size(
 
 def num_replicas(stages: Sequence[Stage], stage_devices: Sequence[int], num_slices: int = 1) -> int:
     """Returns the number of replicas of the stages, after a check that it is equal for all."""
-    if not stages:
-        return 1
     first = stages[0]
     wanted = first.of_home.num_replicas
     of_row: dict[int, Stage] = {}

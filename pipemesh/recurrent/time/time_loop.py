@@ -399,15 +399,10 @@ def run_loop(loop: TimeLoop, arguments: Arguments, captures: Captures, span: Spa
     results = Results(*groups(flat, [range(size) for size in sizes]))
     if loop.cell.cell.gradient:
         why = "a cell_grad takes no gradient of the extras that Recurrent returns"
-        results = results._replace(
-            acc_extras=[_without_gradient(x, why) for x in results.acc_extras]
-        )
+        # A gradient through them raises a LookupError with this message.
+        extras = [tf.raw_ops.PreventGradient(input=x, message=why) for x in results.acc_extras]
+        results = results._replace(acc_extras=extras)
     return results
-
-
-def _without_gradient(tensor: tf.Tensor, why: str) -> tf.Tensor:
-    """Returns the tensor; a gradient through it raises a LookupError with this message."""
-    return tf.raw_ops.PreventGradient(input=tensor, message=why)
 
 
 def _differentiable(gradients: Sequence[tf.Tensor], of: Sequence[tf.Tensor]) -> list[tf.Tensor]:

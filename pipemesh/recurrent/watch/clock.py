@@ -15,6 +15,7 @@ from pipemesh.backend.operations import Call
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule import Action, Costs, Schedule, Timeline
 from pipemesh.schedule.action import KINDS
+from pipemesh.schedule.costs import FIELD_OF
 
 
 class ActionClock:
@@ -168,16 +169,9 @@ def _median_costs(
         for action, start, end in zip(row, row_starts, row_ends, strict=True):
             taken.setdefault((action.kind, action.stage), []).append(end - start)
 
-    def of(kind: str) -> list[float] | None:
-        if not any(k == kind for k, _ in taken):
-            return None
+    def of(kind: str) -> list[float]:
         # A stage without this kind of action has cost 0.
         return [statistics.median(taken.get((kind, s), [0.0])) for s in range(schedule.num_stages)]
 
-    return Costs(
-        forward=of("F") or 0.0,
-        backward=of("B"),
-        input_grad=of("I"),
-        weight_grad=of("W"),
-        recompute=of("R"),
-    )
+    costs = {FIELD_OF[kind]: of(kind) for kind, _ in taken}
+    return Costs(**{"forward": 0.0, **costs})

@@ -22,7 +22,6 @@ class Stand:
     """The progress of a device in a step."""
 
     name: str
-    row: int  # of the schedule, which its home runs
     actions: tuple[Action, ...]  # those that it takes part in
     started: int
     ended: int
@@ -294,7 +293,6 @@ class Marks:
         self.look(seconds)
         progress: list[Stand] = []
         for device in self._handles:
-            row = self._rows[device]
             actions = self._actions(device, "ended")
             with self._lock:
                 seen, base = self._seen.get(device, self._base[device]), self._base[device]
@@ -305,7 +303,7 @@ class Marks:
             last = begun[number - 1] if number else None
             started = actions.index(last) + 1 if last in actions else 0
             silent = self._reading[self._place_of(device)].is_alive()
-            progress.append(Stand(device, row, actions, started, ended, silent))
+            progress.append(Stand(device, actions, started, ended, silent))
         return progress
 
     def waits(self, seconds: float) -> list[Wait]:

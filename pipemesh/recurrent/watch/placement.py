@@ -122,7 +122,7 @@ def _error(equation: str, names: list[str], result: str, batched: set[int]) -> f
     return float(np.abs(computed - exact).max() / np.abs(exact).max())
 
 
-_ACTION = re.compile(r"(?:^|/)action_(\d+)[FRBIW]\d*(?:_and_every_\d+)?(?:/|$)")
+_ACTION = re.compile(r"(?:^|/)action_(\d+)[FRBIW]\d*(?:/|$)")
 # They are on the devices that tensors pass between, at both ends.
 _TRANSFERS = frozenset(["_Send", "_Recv", "_HostSend", "_HostRecv"])
 # Begin the names of nodes that TensorFlow adds where it inlines a function or cuts a loop.

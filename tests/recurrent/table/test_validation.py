@@ -67,7 +67,6 @@ def stage_on(name, home, recurrent=False):
 
 def test_all_stages_have_as_many_replicas_and_stages_of_one_row_devices():
     two, wide = ("CPU:0", "CPU:1"), Home(("CPU:0", "CPU:1"), 1)
-    assert num_replicas([], []) == 1
     assert num_replicas([stage_on("a", "CPU:0"), stage_on("b", "CPU:0", True)], [0, 0]) == 1
     assert num_replicas([stage_on("a", two), stage_on("b", two)], [0, 1]) == 2
     assert num_replicas([stage_on("a", wide), stage_on("b", "CPU:2")], [0, 1]) == 1

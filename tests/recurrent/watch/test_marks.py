@@ -17,7 +17,7 @@ from tests.recurrent.calls import calling_step
 def stands(schedule, *ended, begun=(), silent=()):
     """How many actions each device has done; who has begun the next one; and who is silent."""
     return [
-        Stand(name, row, schedule.rows[row], count + (name in begun), count, name in silent)
+        Stand(name, schedule.rows[row], count + (name in begun), count, name in silent)
         for row, (name, count) in enumerate(zip("abcd", ended, strict=False))
     ]
 
@@ -76,9 +76,9 @@ def test_each_device_says_what_it_waits_for(schedule, ended, others, wanted):
 def test_of_a_home_with_two_devices_the_slower_is_named():
     schedule = one_f_one_b(2, 2)
     both = [
-        Stand("a0", 0, schedule.rows[0], 1, 1),
-        Stand("a1", 0, schedule.rows[0], 1, 0),
-        Stand("b", 1, schedule.rows[1], 0, 0),
+        Stand("a0", schedule.rows[0], 1, 1),
+        Stand("a1", schedule.rows[0], 1, 0),
+        Stand("b", schedule.rows[1], 0, 0),
     ]
     assert [wait.told(str.upper) for wait in waits_of(schedule, both)] == [
         "A0: waits to begin 0F1, for what it needs to arrive",
