@@ -4,6 +4,9 @@ Each error also derives from the built-in exception that a caller would expect. 
 not know pipemesh can still catch it.
 """
 
+import importlib
+import types
+
 
 class PipemeshError(Exception):
     """The base class of all errors that pipemesh raises on purpose."""
@@ -40,6 +43,24 @@ class MissingPackageError(PipemeshError, ImportError):
 
     def __init__(self, part: str, package: str, extra: str) -> None:
         super().__init__(f"{part} needs {package}, which is not installed; {install(extra)}")
+
+
+def needed(module: str, part: str, extra: str, package: str | None = None) -> types.ModuleType:
+    """Imports a module that a part of pipemesh needs, and returns it.
+
+    Args:
+        module: the name of the module.
+        part: the part that needs it.
+        extra: the optional dependencies that contain it.
+        package: the package that contains it, if that is not the first part of its name.
+
+    Raises:
+        MissingPackageError: the module cannot be imported.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingPackageError(part, package or module.partition(".")[0], extra) from error
 
 
 class PartitionError(PipemeshError, ValueError):

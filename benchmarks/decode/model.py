@@ -56,14 +56,7 @@ def make(setup: Setup) -> tuple[Any, Any]:
     config.PLAN, config.PIPELINED = plan, setup.pipelined
     config.SEQUENCE_LENGTH, config.CHOSEN = setup.length, ()
     trained = TrainedTask(config.Task(), plan, "CPU", 0, learns=False)
-    generator = generator_of(
-        trained.task,
-        trained.pipelines[0],
-        lambda: trained.cluster(do_eval=True),
-        setup.length,
-        Sampler(),
-    )
-    return generator, config
+    return generator_of(trained, setup.length, Sampler()), config
 
 
 def prompts_of(setup: Setup, vocab: int) -> list[Any]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
-from pipemesh.errors import MissingPackageError
+from pipemesh.errors import needed
 
 SIDE = 8
 NUM_CLASSES = 10
@@ -52,11 +51,8 @@ class Digits:
 
 def load_digits() -> tuple[Digits, Digits]:
     """Returns 1,437 digits of 8 x 8 for training, and 360 held-out ones by other writers."""
-    try:
-        from sklearn import datasets
-    except ImportError as error:
-        raise MissingPackageError("the dataset of digits", "scikit-learn", "examples") from error
-    found: Any = datasets.load_digits()
+    datasets = needed("sklearn.datasets", "the dataset of digits", "examples", "scikit-learn")
+    found = datasets.load_digits()
     images = found.images.astype(np.float32) / 16
     labels = found.target.astype(np.int32)
     cut = len(labels) - _HELD_OUT

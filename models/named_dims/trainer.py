@@ -81,6 +81,11 @@ class Trainer(abc.ABC):
             )
             for weight in network.weights
         ]
+        self._build(mesh, rules, devices)
+
+    @abc.abstractmethod
+    def _build(self, mesh: Mesh, rules: LayoutRules, devices: Sequence[str]) -> None:
+        """Sets `costs`, and makes the functions of a step and of an evaluation."""
 
     @abc.abstractmethod
     def train_step(self, batch: Arrays) -> float:
@@ -128,15 +133,7 @@ class Trainer(abc.ABC):
 class PlacementTrainer(Trainer):
     """One graph has the operations of all devices."""
 
-    def __init__(
-        self,
-        network: Network,
-        mesh: Mesh,
-        rules: LayoutRules,
-        devices: Sequence[str],
-        learning_rate: float,
-    ) -> None:
-        super().__init__(network, mesh, rules, devices, learning_rate)
+    def _build(self, mesh: Mesh, rules: LayoutRules, devices: Sequence[str]) -> None:
         lowering = PlacementLowering(mesh, rules, devices)
         self.costs = lowering.costs
 
@@ -152,7 +149,7 @@ class PlacementTrainer(Trainer):
             other = PlacementLowering(mesh, rules, devices)
             return self._evaluate(other, self._weights(other), batch)
 
-        specs = [part.spec for part in network.inputs]
+        specs = [part.spec for part in self._network.inputs]
         self._train = tf.function(train, autograph=False).get_concrete_function(*specs)
         self._evaluation = tf.function(evaluate, autograph=False, input_signature=specs)
 
@@ -170,19 +167,11 @@ class PlacementTrainer(Trainer):
 class SimdTrainer(Trainer):
     """A trainer in which every device runs the same program on its slices."""
 
-    def __init__(
-        self,
-        network: Network,
-        mesh: Mesh,
-        rules: LayoutRules,
-        devices: Sequence[str],
-        learning_rate: float,
-    ) -> None:
-        super().__init__(network, mesh, rules, devices, learning_rate)
+    def _build(self, mesh: Mesh, rules: LayoutRules, devices: Sequence[str]) -> None:
         number = len(self.variables)
         specs = [
             *(tf.TensorSpec(v.layout.slice_shape, v.variables[0].dtype) for v in self.variables),
-            *(part.spec for part in network.inputs),
+            *(part.spec for part in self._network.inputs),
         ]
 
         def train(lowering: Lowering, *args: tf.Tensor) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from collections.abc import Callable
 
 from pipemesh.commands import learning_flags, training_flags, workers
 from pipemesh.commands.flags import (
@@ -233,11 +232,6 @@ def _check_plan(settings: Settings) -> None:
 
 def fitting(settings: Settings, device_type: str) -> Plan:
     """Returns the plan of settings, or one for fewer devices; see `workers.fitting`."""
-    return workers.fitting(settings.PLAN, device_type, _other_plan(settings))
-
-
-def _other_plan(settings: Settings) -> Callable[[Plan], None]:
-    """Returns a check that raises PipemeshError for a plan that the model does not support."""
 
     def check(plan: Plan) -> None:
         other = copy.copy(settings)
@@ -246,7 +240,7 @@ def _other_plan(settings: Settings) -> Callable[[Plan], None]:
         if plan.lowering == "simd":
             simd_plan.check_simd(other, False)
 
-    return check
+    return workers.fitting(settings.PLAN, device_type, check)
 
 
 def _set_plain(settings: Settings) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import itertools
 import random
 from collections.abc import Iterable
-from typing import Any
+
+from pipemesh.training.subject import Sample
 
 from .corpus import Corpus, Sentences
 from .input import heldout_dataset
@@ -17,44 +17,24 @@ from .vocabulary import Vocabulary
 _SEED = 20131211
 
 
-@dataclasses.dataclass(frozen=True)
-class HeldoutSample:
-    """Batches in memory, which remain available if a file vanishes.
-
-    Attributes:
-        batches: batches as in `packing.pack`.
-        whole: whether they are the whole held-out text.
-        sentences: number of sentences in the whole text; 0 if unknown.
-    """
-
-    batches: list[dict[str, Any]]
-    whole: bool
-    sentences: int
-
-    def __str__(self) -> str:
-        number = len(self.batches)
-        if self.whole:
-            return f"all of the held-out text, {number} batches"
-        return (
-            f"{number} batches of sentences drawn evenly from all {self.sentences:,} held-out ones"
-        )
-
-
 def draw(
     corpus: Corpus, vocabulary: Vocabulary, *, batch_size: int, sequence_length: int, batches: int
-) -> HeldoutSample:
+) -> Sample:
     """Draws a sample of at least 1 and at most `batches` batches, with equal odds for all
     sentences.
 
-    The sample is a function of the text. If the whole text fits, it is used in order.
+    The sample is a function of the text. If the whole text fits, it is used in order. Batches are
+    as in `packing.pack`, and remain available if a file vanishes.
     """
     sizes = {"batch_size": batch_size, "sequence_length": sequence_length}
     found = list(itertools.islice(heldout_dataset(corpus, vocabulary, **sizes), batches + 1))
     if len(found) <= batches:
-        return HeldoutSample(found, whole=True, sentences=0)
+        return Sample(found, f"all of the held-out text, {len(found)} batches")
     drawn, number = _drawn(corpus.heldout, vocabulary, batches * batch_size * sequence_length)
     dataset = heldout_dataset(Corpus(corpus.name, corpus.train, drawn), vocabulary, **sizes)
-    return HeldoutSample(list(dataset.take(batches)), whole=False, sentences=number)
+    taken = list(dataset.take(batches))
+    what = f"{len(taken)} batches of sentences drawn evenly from all {number:,} held-out ones"
+    return Sample(taken, what)
 
 
 def _drawn(text: Iterable[str], vocabulary: Vocabulary, positions: int) -> tuple[Sentences, int]:

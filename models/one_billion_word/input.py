@@ -16,14 +16,13 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from pipemesh.backend.dataset_functions import load_library, numpy_call
 from pipemesh.data import packing
-from pipemesh.errors import MissingPackageError, PipemeshError
+from pipemesh.errors import PipemeshError, needed
 
 from .corpus import (
     BYTE_ORDER_MARK,
@@ -133,17 +132,9 @@ def sentences(lines: tf.Tensor) -> tf.Tensor:
 def tokenizer(vocabulary: Vocabulary) -> Callable[[tf.Tensor], tf.RaggedTensor]:
     """Returns `vocabulary.encode` as a TensorFlow function: string [n] -> int32 [n, (pieces)]."""
     # Here, because its libraries take 115 MiB of memory.
-    try:
-        import tensorflow_text
-    except ImportError as error:
-        raise MissingPackageError("the tokenizer", "tensorflow-text", "models") from error
-    load_library(tensorflow_text.__name__)
-
-    made: Any = tensorflow_text.SentencepieceTokenizer(
-        model=vocabulary.model,
-        out_type=tf.int32,  # pyright: ignore[reportArgumentType]
-    )
-    return made.tokenize
+    text = needed("tensorflow_text", "the tokenizer", "models", "tensorflow-text")
+    load_library(text.__name__)
+    return text.SentencepieceTokenizer(model=vocabulary.model, out_type=tf.int32).tokenize
 
 
 def _rows(

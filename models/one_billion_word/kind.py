@@ -39,12 +39,9 @@ class LanguageModelKind(ModelKind):
         sizes = ("layers", "vocab_size", "sequence_length")
         return (*sizes, "batch_size") if command == "score" else sizes
 
-    @contextlib.contextmanager
-    def training(self) -> Iterator[tuple[Any, Request]]:
+    def training(self) -> contextlib.AbstractContextManager[tuple[Any, Request]]:
         """Makes the trainer, and prints the plan and the changes since the checkpoint."""
-        request = command_line.request()
-        with training_of(request) as made:
-            yield made
+        return training_of(command_line.request())
 
     def evaluation(self) -> tuple[Any, str]:
         """Returns the model, and the path of the checkpoint to evaluate."""

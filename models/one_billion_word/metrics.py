@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from pipemesh.decoding.scorer import exp
 from pipemesh.text import short
 from pipemesh.training.subject import ratio
 
@@ -131,12 +132,7 @@ def bits_per_byte(nats: float, num_bytes: float) -> float:
 
 def perplexity(nats: float, count: float) -> float:
     """Returns e to the nats per item; infinity on overflow, NaN for no items."""
-    if not count:
-        return math.nan
-    try:
-        return math.exp(nats / count)
-    except OverflowError:
-        return math.inf
+    return exp(ratio(nats, count))
 
 
 def _short(value: float) -> str:

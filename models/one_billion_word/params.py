@@ -156,18 +156,6 @@ def boundaries_of(config: LanguageModelParams) -> tuple[int, ...]:
     return tuple(itertools.accumulate((len(cell.sub) for cell in stages_of(config)), initial=0))
 
 
-def stage_flops_of(config: LanguageModelParams) -> list[float]:
-    """Returns the flops of the forward pass of each stage, for the whole batch."""
-    shape = tshape.Shape([config.BATCH_SIZE, config.SEQUENCE_LENGTH])
-    flops = []
-    shapes: tuple[Any, ...] = (shape,) * 5
-    for stage in stages_of(config):
-        meta = stage.cls.FPropMeta(stage, *shapes)
-        flops.append(float(meta.flops))
-        shapes = tuple(meta.out_shapes)
-    return flops
-
-
 @model_registry.RegisterSingleTaskModel
 class OneBillionWordTiny(sizes.Tiny, LanguageModelParams):
     """Trains on a laptop's CPU in minutes, on the embedded text."""

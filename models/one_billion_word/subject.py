@@ -16,7 +16,7 @@ from .about import About
 from .corpus import Corpus
 from .input import PREFETCHED_BATCHES, heldout_dataset, train_dataset
 from .metrics import Score, score_of, sums
-from .params import LanguageModelParams, input_shapes_of, stage_flops_of
+from .params import LanguageModelParams, input_shapes_of, layer_flops_of
 from .unigram import fit_unigram
 from .vocabulary import Vocabulary
 
@@ -83,7 +83,7 @@ class LanguageModelSubject(Subject):
 
     @functools.cached_property
     def _flops(self) -> float:
-        return 3 * sum(stage_flops_of(self._config))
+        return 3.0 * sum(layer_flops_of(self._config))
 
     def flops(self) -> float:
         """Returns flops by the layers' `FPropMeta`; a backward pass has twice those of a forward

@@ -93,10 +93,6 @@ class Vocabulary:
         """Returns the text of pieces; the inverse of `encode`."""
         return self._processor.decode([int(piece) for piece in ids])
 
-    def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Returns the pieces in SentencePiece's spelling, for people."""
-        return [self._processor.id_to_piece(int(piece)) for piece in ids]
-
     @functools.cached_property
     def piece_bytes(self) -> np.ndarray:
         """Returns the bytes of text in each piece."""

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from pipemesh.checkpoint import Folder, Manifest, newest
 from pipemesh.checkpoint.files import write_whole
 from pipemesh.checkpoint.folder import list_for_tensorflow, path_of
 from pipemesh.checkpoint.manifest import WEIGHTS_ONLY
+from pipemesh.commands import process
 from pipemesh.errors import CheckpointError, PipemeshError, SaveError
 from pipemesh.training.learning import fall_later
 
@@ -274,9 +274,7 @@ def _note_of(logdir: str, config: Config, model: str | None) -> dict[str, Any]:
     from .params import MODELS, PretrainedParams
 
     name = model or MODELS[config.model_type]
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        # As `python -m` does.
-        sys.path.insert(0, os.getcwd())
+    process.look_here()
     found = find_model(name)
     if not issubclass(found, PretrainedParams):
         raise WeightsError(

@@ -8,7 +8,6 @@ loss is printed by `pipemesh evaluate`.
 
 from __future__ import annotations
 
-import importlib
 import os
 from typing import Any
 
@@ -16,7 +15,7 @@ from pipemesh.checkpoint import Manifest
 from pipemesh.commands import from_python, model_kind, process
 from pipemesh.commands.flags import FILES, FLAGS, Command, Flag, grouped, parse
 from pipemesh.commands.model_kind import CHECKPOINT_FLAG
-from pipemesh.errors import DataError, MissingPackageError
+from pipemesh.errors import DataError, needed
 from pipemesh.text import count_text
 
 _SHOWN = 5
@@ -125,10 +124,7 @@ def heldout_pairs(config: Any) -> tuple[list[tuple[str, str]], int]:
 
 def load_bleu() -> Any:
     """Returns the metric; raises MissingPackageError if sacrebleu is not installed."""
-    try:
-        return importlib.import_module("sacrebleu").BLEU()
-    except ImportError as error:
-        raise MissingPackageError("BLEU", "sacrebleu", "examples") from error
+    return needed("sacrebleu", "BLEU", "examples").BLEU()
 
 
 if __name__ == "__main__":

@@ -12,9 +12,7 @@ from tensorflow.python.ops import handle_data_util
 from pipemesh.backend.cluster import task_of
 from pipemesh.backend.gradients import passes_on
 from pipemesh.backend.graphs import drop_unused_captures
-
-_LOOPS = ("While", "StatelessWhile")
-_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+from pipemesh.backend.operation_kinds import CALLS, LOOPS
 
 
 def place_beside_inputs(graph: tf.Graph, fed: str = "") -> None:
@@ -31,7 +29,7 @@ def place_beside_inputs(graph: tf.Graph, fed: str = "") -> None:
     for operation in graph.get_operations():
         inputs = [lies.get(tensor.name, "") for tensor in operation.inputs]
         device = operation.device or sources.get(operation.name, "")
-        is_call = operation.type in (*_LOOPS, *_CALLS)
+        is_call = operation.type in LOOPS | CALLS
         if not device and not is_call:
             # Inputs whose device is unknown count less than any other.
             sizes = [
@@ -54,7 +52,7 @@ def skip_passing_on(graph: tf.Graph) -> None:
     TensorFlow inlines the call, and places what has no device in it on this process.
     """
     for operation in graph.get_operations():
-        if operation.type in _CALLS and passes_on(operation.node_def):
+        if operation.type in CALLS and passes_on(operation.node_def):
             for result, source in zip(operation.outputs, operation.inputs, strict=True):
                 _replace(result, source)
 

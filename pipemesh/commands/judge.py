@@ -21,6 +21,8 @@ from pipemesh.commands.texts import (
     line_of,
     model_of,
     parse_for_texts,
+    restored_model,
+    scorer_of,
     sizes_of,
 )
 from pipemesh.data import text_file
@@ -80,12 +82,10 @@ def perplexity(argv: list[str], about: str | None) -> int:
     ids = tokens.encode(text)
     if len(ids) < 2:
         raise FlagError(f"--text={FLAGS.text!r} has {len(ids)} tokens; give a longer one")
-    from pipemesh.decoding.scorer import windows
-    from pipemesh.training.evaluation import restored
+    from pipemesh.decoding.scorer import exp, windows
 
-    with console.waiting("making the model"):
-        trained = restored(subject, path)
-    scorer = _scorer(subject, trained, rows, window, tokens.vocab_size)
+    trained = restored_model(subject, path)
+    scorer = scorer_of(subject, trained, rows, window, tokens.vocab_size)
     parts, counts = zip(*windows(ids, window, stride), strict=True)
     with console.waiting("scoring"):
         found = zip(scorer.score(parts), counts, strict=True)
@@ -96,7 +96,7 @@ def perplexity(argv: list[str], about: str | None) -> int:
         "words": len(text.split()),
         "bytes": len(text.encode()),
     }
-    values = {name: _exp(-log_prob / number) for name, number in numbers.items()}
+    values = {name: exp(-log_prob / number) for name, number in numbers.items()}
     if FLAGS.format == "json":
         print(
             line_of(
@@ -116,21 +116,6 @@ def perplexity(argv: list[str], about: str | None) -> int:
     )
     print(f"{path}: perplexity {shown}; windows of {window} tokens, {stride} apart")
     return 0
-
-
-def _exp(value: float) -> float:
-    try:
-        return math.exp(value)
-    except OverflowError:
-        return math.inf
-
-
-def _scorer(subject: Any, trained: Any, rows: int, length: int, vocab_size: int) -> Any:
-    from pipemesh.decoding import Scorer
-    from pipemesh.training.evaluation import Evaluation
-
-    compute = Evaluation(subject, trained, lambda _, per_example: per_example.xent).outcome
-    return Scorer(compute, rows=rows, length=length, vocab_size=vocab_size)
 
 
 _ABOUT_LM_EVAL = """\
@@ -207,10 +192,7 @@ def language_model() -> Any:
                     f"{path} is of a model that reads a source, and lm-eval is for models that "
                     "continue texts; use pipemesh decode"
                 )
-            from pipemesh.training.evaluation import restored
-
-            with console.waiting("making the model"):
-                self._trained = restored(self._subject, path)
+            self._trained = restored_model(self._subject, path)
             most = self._tokens.length
             self.max_length = min(max_length or most, most)
             self._special = self._tokens.encode("")
@@ -272,7 +254,7 @@ def language_model() -> Any:
             longest = max(map(len, whole), default=2) - 1
             length = min(1 << max(3, (longest - 1).bit_length()), most)
             if length not in self._scorers:
-                self._scorers[length] = _scorer(
+                self._scorers[length] = scorer_of(
                     self._subject, self._trained, self._rows, length, self._tokens.vocab_size
                 )
             return [found.log_probs for found in self._scorers[length].score(whole)]
@@ -313,10 +295,9 @@ def language_model() -> Any:
             from pipemesh.decoding import Decoder
             from pipemesh.decoding.generator import generator_of
 
-            trained, longest = self._trained, max(map(len, prompts)) + most
+            longest = max(map(len, prompts)) + most
             length = min(1 << max(3, (longest - 1).bit_length()), self.max_length)
-            pipeline, cluster = trained.pipelines[0], lambda: trained.cluster(do_eval=True)
-            generator = generator_of(trained.task, pipeline, cluster, length, chooser, stop)
+            generator = generator_of(self._trained, length, chooser, stop)
             groups, rows = sizes_of(self._subject.plan, generator, len(prompts))
             decoder = Decoder(
                 generator,

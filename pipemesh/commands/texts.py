@@ -10,7 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import IO, Any
+from typing import Any
 
 from pipemesh.checkpoint.files import is_pattern
 from pipemesh.commands import process, workers
@@ -120,6 +120,23 @@ def model_of(
     """Returns the model of a command on texts; flags but `leave` are taken from its checkpoint."""
     take_up(kind.logdir(), FLAGS.checkpoint, leave, about=None)
     return kind.texts(command, texts)
+
+
+def restored_model(subject: Any, path: str) -> Any:
+    """Returns the task of a subject with the weights of a checkpoint."""
+    from pipemesh.training.evaluation import restored
+
+    with console.waiting("making the model"):
+        return restored(subject, path)
+
+
+def scorer_of(subject: Any, trained: Any, rows: int, length: int, vocab_size: int) -> Any:
+    """Returns a `Scorer` that computes with a task."""
+    from pipemesh.decoding import Scorer
+    from pipemesh.training.evaluation import Evaluation
+
+    compute = Evaluation(subject, trained, lambda _, per_example: per_example.xent).outcome
+    return Scorer(compute, rows=rows, length=length, vocab_size=vocab_size)
 
 
 def _kind_of(argv: list[str]) -> ModelKind:
@@ -272,23 +289,14 @@ def decode(argv: list[str]) -> int:
     subject, path, tokens, _ = model_of(kind, "decode", texts, OWN)
     from pipemesh.decoding import BeamSearch, Decoder, Sampler
     from pipemesh.decoding.generator import generator_of
-    from pipemesh.training.evaluation import restored
 
     console.output_matters()
     chooser, streams = _settings(Sampler, BeamSearch), _streams()
     ids = [tokens.encode(text) for text in texts]
-    with console.waiting("making the model"):
-        trained = restored(subject, path)
+    trained = restored_model(subject, path)
     if len(trained.pipelines) != 1:
         raise DecodingError(f"{subject.name} has {len(trained.pipelines)} pipelines, not one")
-    generator = generator_of(
-        trained.task,
-        trained.pipelines[0],
-        lambda: trained.cluster(do_eval=True),
-        tokens.length,
-        chooser,
-        tokens.stop,
-    )
+    generator = generator_of(trained, tokens.length, chooser, tokens.stop)
     groups, rows = sizes_of(subject.plan, generator, len(ids))
     stream = Stream(tokens, ids, FLAGS.max_tokens)
     decoder = Decoder(
@@ -397,15 +405,9 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 class Stream:
     """Prints several texts in their order, each as far as it is known."""
 
-    def __init__(
-        self,
-        tokens: Tokens,
-        prompts: Sequence[Sequence[int]],
-        most: int,
-        out: IO[str] | None = None,
-    ) -> None:
+    def __init__(self, tokens: Tokens, prompts: Sequence[Sequence[int]], most: int) -> None:
         self._tokens, self._prompts, self._most = tokens, prompts, most
-        self._out = sys.stdout if out is None else out
+        self._out = sys.stdout
         self._found: list[list[int]] = [[] for _ in prompts]
         self._now, self._shown = 0, ""
 
@@ -448,15 +450,10 @@ def score(argv: list[str]) -> int:
     kind = parse_for_texts("score", argv, _ABOUT_SCORE, SCORE_FLAGS, TAKEN_TO_SCORE)
     texts = read_texts("scored")
     subject, path, tokens, rows = model_of(kind, "score", texts)
-    from pipemesh.decoding import Scorer
-    from pipemesh.training.evaluation import Evaluation, restored
-
     console.output_matters()
     ids = [ended(tokens.encode(text), tokens.stop) for text in texts]
-    with console.waiting("making the model"):
-        trained = restored(subject, path)
-    compute = Evaluation(subject, trained, lambda _, per_example: per_example.xent).outcome
-    scorer = Scorer(compute, rows=rows, length=tokens.length, vocab_size=tokens.vocab_size)
+    trained = restored_model(subject, path)
+    scorer = scorer_of(subject, trained, rows, tokens.length, tokens.vocab_size)
     for number, text in enumerate(ids, 1):
         # Before the first of them.
         scorer.check(text, number)
@@ -515,27 +512,19 @@ def export(argv: list[str]) -> int:
     subject, path, tokens, _ = model_of(kind, "export", ())
     import tensorflow as tf
 
-    from pipemesh.decoding import ExportedModel, Generator, Sampler
-    from pipemesh.training.evaluation import restored
+    from pipemesh.decoding import ExportedModel, Sampler
+    from pipemesh.decoding.generator import generator_of
 
     to, length = FLAGS.to, FLAGS.length or tokens.length
     if length > tokens.length:
         raise FlagError(f"--length={length}: the model has {tokens.length} at most; give fewer")
-    with console.waiting("making the model"):
-        trained = restored(subject, path)
+    trained = restored_model(subject, path)
 
     def compute(batch: Any) -> Any:
         with trained.cluster(do_eval=True):
             return trained.evaluate(batch, lambda _, per_example: per_example.xent)
 
-    generator = Generator(
-        trained.task,
-        trained.pipelines[0],
-        lambda: trained.cluster(do_eval=True),
-        length,
-        Sampler(),
-        tokens.stop,
-    )
+    generator = generator_of(trained, length, Sampler(), tokens.stop)
     with console.waiting("writing"):
         made = ExportedModel(compute, generator, length=length, vocab_size=tokens.vocab_size)
         try:

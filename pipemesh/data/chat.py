@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import importlib
 import json
 import re
 import secrets
@@ -16,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipemesh.data.sources import line_of
-from pipemesh.errors import DataError, MissingPackageError
+from pipemesh.errors import DataError, needed
 
 # The role whose messages are predicted.
 _ASSISTANT = "assistant"
@@ -112,12 +111,10 @@ class ChatTemplate:
 @functools.cache
 def _environment() -> tuple[Any, Any]:
     """Returns the package jinja2, and the environment of templates."""
-    try:
-        jinja2: Any = importlib.import_module("jinja2")
-        sandbox: Any = importlib.import_module("jinja2.sandbox")
-        ext: Any = importlib.import_module("jinja2.ext")
-    except ImportError as error:
-        raise MissingPackageError("a chat template", "jinja2", "data") from error
+    jinja2, sandbox, ext = (
+        needed(name, "a chat template", "data")
+        for name in ("jinja2", "jinja2.sandbox", "jinja2.ext")
+    )
 
     class Generation(ext.Extension):
         """The tag `{% generation %}`, which puts marks around its content."""

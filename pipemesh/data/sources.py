@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import glob
 import hashlib
-import importlib
 import itertools
 import json
 import math
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from pipemesh.data import text_file
-from pipemesh.errors import DataError, MissingPackageError
+from pipemesh.errors import DataError, needed
 from pipemesh.text import nearest_text, toml_of
 
 # Begins the path of a dataset of TensorFlow Datasets: tfds:NAME/SPLIT.
@@ -357,8 +356,8 @@ def _line(line: bytes, place: str, number: int) -> str:
 
 
 def _parquet(path: str, fields: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    arrow: Any = _package("pyarrow", path)
-    parquet: Any = _package("pyarrow.parquet", path)
+    arrow = needed("pyarrow", f"data {path!r}", "data")
+    parquet = needed("pyarrow.parquet", f"data {path!r}", "data")
     try:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
@@ -392,7 +391,7 @@ def _tfrecord(path: str, fields: list[str]) -> Iterator[tuple[str, Mapping[str, 
 
 
 def _array_record(path: str, fields: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    module: Any = _package("array_record.python.array_record_module", path)
+    module = needed("array_record.python.array_record_module", f"data {path!r}", "data")
     # The package does not say that a file is missing.
     os.stat(path)
 
@@ -433,7 +432,7 @@ def _examples(
 
 def _builder(source: Source) -> tuple[Any, str]:
     """Returns what reads a dataset of TensorFlow Datasets, and the split."""
-    tfds: Any = _package("tensorflow_datasets", source.path)
+    tfds = needed("tensorflow_datasets", f"data {source.path!r}", "data")
     name, _, split = source.path.removeprefix(TFDS).rpartition("/")
     if not name or not split:
         raise DataError(f"data {source.path!r} must be {TFDS}NAME/SPLIT; give both")
@@ -449,7 +448,7 @@ def _builder(source: Source) -> tuple[Any, str]:
 
 
 def _tfds(source: Source, fields: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    tfds: Any = _package("tensorflow_datasets", source.path)
+    tfds = needed("tensorflow_datasets", f"data {source.path!r}", "data")
     import tensorflow as tf
 
     builder, split = _builder(source)
@@ -490,14 +489,6 @@ def _plain(value: Any) -> Any:
 def line_of(error: Exception) -> str:
     """Returns the first line of an error's text, or else its name."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-
-
-def _package(name: str, path: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        package = name.partition(".")[0]
-        raise MissingPackageError(f"data {path!r}", package, "data") from error
 
 
 # By name: functions from a path and the wanted fields to rows with their places.

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import gzip
 import hashlib
-import importlib
 import itertools
 import os
 import shlex
@@ -19,7 +18,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
-from pipemesh.errors import DataError, MissingPackageError
+from pipemesh.errors import DataError, needed
 
 PLAIN, GZIP, ZSTD = "", "gzip", "zstd"
 _MAGIC = {b"\x1f\x8b": GZIP, b"\x28\xb5\x2f\xfd": ZSTD}
@@ -95,11 +94,7 @@ def blocks(path: str, size: int | None = None) -> Iterator[bytes]:
         if packed == GZIP:
             opened, damages = gzip.open(path), (EOFError, gzip.BadGzipFile, zlib.error)
         elif packed == ZSTD:
-            try:
-                zstd: Any = importlib.import_module("backports.zstd")
-            except ImportError as error:
-                raise MissingPackageError(repr(path), "backports.zstd", "data") from error
-
+            zstd = needed("backports.zstd", repr(path), "data", "backports.zstd")
             opened, damages = zstd.open(path), (EOFError, zstd.ZstdError)
         else:
             opened = open(path, "rb")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Iterable
 from typing import Any
 
 from pipemesh.checkpoint.files import replacing
 from pipemesh.data.documents import Document
 from pipemesh.data.sources import format_of
-from pipemesh.errors import DataError, MissingPackageError
+from pipemesh.errors import DataError, needed
 
 
 def write_tokens(path: str, documents: Iterable[Document]) -> int:
@@ -48,8 +47,10 @@ def write_tokens(path: str, documents: Iterable[Document]) -> int:
         with replacing(path) as temporary:
             writer: Any
             if is_array:
+                name = "array_record.python.array_record_module"
+                records = needed(name, "an array_record file", "data")
                 # One record a group, so that each can be read alone.
-                writer = _array_records().ArrayRecordWriter(temporary, "group_size:1")
+                writer = records.ArrayRecordWriter(temporary, "group_size:1")
             else:
                 writer = tf.io.TFRecordWriter(temporary)
             with contextlib.closing(writer):
@@ -73,10 +74,3 @@ def _example(document: Document) -> Any:
         weights = train.FloatList(value=document.weights)
         features["weights"] = train.Feature(float_list=weights)
     return train.Example(features=train.Features(feature=features))
-
-
-def _array_records() -> Any:
-    try:
-        return importlib.import_module("array_record.python.array_record_module")
-    except ImportError as error:
-        raise MissingPackageError("an array_record file", "array_record", "data") from error

@@ -9,6 +9,7 @@ the schedule.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -372,20 +373,17 @@ class SimdGenerator(Generator):
 
 
 def generator_of(
-    task: Any,
-    stack: Any,
-    cluster: Callable[[], Any],
-    length: int,
-    chooser: Chooser,
-    stop: Collection[int] = (),
+    trained: Any, length: int, chooser: Chooser, stop: Collection[int] = ()
 ) -> Generator:
-    """Returns the generator for a stack, by its lowering; arguments are those of `Generator`.
+    """Returns the generator for a `TrainedTask`; the other arguments are those of `Generator`.
 
     Returns:
-        A `SimdGenerator` for a stack with `lowering="simd"`, else a `Generator`.
+        A `SimdGenerator` if its first stack has `lowering="simd"`, else a `Generator`.
     """
+    stack = trained.pipelines[0]
     kind = Generator if stack.simd is None else SimdGenerator
-    return kind(task, stack, cluster, length, chooser, stop)
+    cluster = functools.partial(trained.cluster, do_eval=True)
+    return kind(trained.task, stack, cluster, length, chooser, stop)
 
 
 def _after(choice: Choice, places: tf.Tensor, kept: Any, caches: _StageCaches | SimdRing) -> Group:

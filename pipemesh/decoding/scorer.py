@@ -40,10 +40,15 @@ class ScoredText:
     @property
     def perplexity(self) -> float:
         """Returns the perplexity per token: 1 if the model is certain of all tokens."""
-        try:
-            return math.exp(-self.log_prob / len(self.tokens))
-        except OverflowError:
-            return math.inf
+        return exp(-self.log_prob / len(self.tokens))
+
+
+def exp(value: float) -> float:
+    """Returns e to the power of a number; infinity on overflow."""
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
 
 
 def windows(ids: Sequence[int], length: int, stride: int) -> Iterator[tuple[Sequence[int], int]]:

@@ -276,8 +276,7 @@ class WholeBatchLayer(KerasLayer):
         """Returns the outputs of the layer and the sum of the losses that it adds."""
         if not self.do_eval:
             # Averages are updated from their own values, not from values rounded to `fprop_dtype`.
-            untrained = [name for name, variable in self._kept.items() if not variable.trainable]
-            values = {name: self.vars[name].value() for name in untrained}
+            values = {name: self.vars[name].value() for name in self.untrained}
             theta = py_utils.NestedMap({**theta, **values})
         with (
             whole_batch_randomness(step_of_call(self)),

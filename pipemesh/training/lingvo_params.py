@@ -312,11 +312,6 @@ def peak_rate(task: Any, steps: int) -> tuple[str, float, float] | None:
     return name, rates.learning_rate, rates.learning_rate * peak
 
 
-def name_of_rate(task: Any) -> str:
-    """Returns the name of the param that sets a task's learning rate."""
-    return rates_of(task)[1]
-
-
 def rates_of(task: Any) -> tuple[Any, str]:
     """Returns the params with the learning rate, of the learner or of `p.train`, and its name."""
     learner = task.train and task.train.learner

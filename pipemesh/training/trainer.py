@@ -32,7 +32,7 @@ from pipemesh.schedule import Timeline, simulate
 from pipemesh.text import columns
 from pipemesh.training.evaluation import Evaluation, scored, vanished
 from pipemesh.training.inputs import Batches
-from pipemesh.training.lingvo_params import has_state, name_of_rate, ramped
+from pipemesh.training.lingvo_params import has_state, ramped, rates_of
 from pipemesh.training.run import EVAL_BATCHES, Options, console
 from pipemesh.training.saving import Saving
 from pipemesh.training.subject import Sample, Score, Subject
@@ -760,7 +760,7 @@ class Trainer:
     def give_up(self, what: str, step: int, error: Exception | None = None) -> NoReturn:
         """Ends the run with the last good state, by a TrainingError that names the failure."""
         self.saving.give_up()
-        name = self.subject.rate_name or name_of_rate(self.subject.task())
+        name = self.subject.rate_name or rates_of(self.subject.task())[1]
         hint = f"; give a lower {name}" if is_not_finite(what) else ""
         raise TrainingError(
             f"step {step}: {what}; of good checkpoints, {self.kept}{hint}"

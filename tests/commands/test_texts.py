@@ -1,5 +1,6 @@
 """Texts on the command line: reading, streaming, scoring and the folder of an export."""
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -89,7 +90,8 @@ TOKENS = Tokens(
 def shown(texts, most, order):
     """Returns the text on the terminal after each token; `order` has the prompt of each token."""
     out = io.StringIO()
-    stream = Stream(TOKENS, [b"<"] * len(texts), most, out)
+    with contextlib.redirect_stdout(out):
+        stream = Stream(TOKENS, [b"<"] * len(texts), most)
     left, found = [list(text) for text in texts], []
     for number in order:
         stream.take(number, left[number].pop(0))
@@ -111,7 +113,8 @@ def test_texts_come_token_by_token_in_their_order():
         TOKENS, decode=lambda ids: "".join(map(chr, ids)).replace("ab", "Z")
     )
     out = io.StringIO()
-    stream = Stream(spell, [[]], 2, out)
+    with contextlib.redirect_stdout(out):
+        stream = Stream(spell, [[]], 2)
     stream.take(0, ord("a"))
     stream.take(0, ord("b"))
     assert out.getvalue() == "a\nZ\n"

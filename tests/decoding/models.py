@@ -53,14 +53,7 @@ def one_program(mesh, layout="", schedule="gpipe"):
 def decoder(
     task, groups=2, rows=2, chooser=None, stop=(), length=LENGTH, vocab_size=VOCAB_SIZE, **options
 ):
-    generator = generator_of(
-        task.task,
-        task.pipelines[0],
-        lambda: task.cluster(do_eval=True),
-        length,
-        chooser or Sampler(),
-        stop,
-    )
+    generator = generator_of(task, length, chooser or Sampler(), stop)
     sizes = {"rows": rows, "groups": groups, "length": length, "vocab_size": vocab_size}
     return Decoder(generator, **sizes, **options)
 

@@ -167,7 +167,8 @@ class MuonOptimizer(OnWholeWeights, AdamWOptimizer):
             device = min(
                 (part.beside.device for part in parts.values()), key=self._work.__getitem__
             )
-            self._work[device] += whole_size(parts) * min(inputs, outputs)
+            size = sum(math.prod(static_sizes(part.value)) for part in parts.values())
+            self._work[device] += size * min(inputs, outputs)
             with tf.device(device), tf.control_dependencies(self._last.get(device, [])):
                 value = joined({begin: part.value for begin, part in parts.items()})
                 order = [*numbers, *matrix.inputs, *matrix.outputs]
@@ -183,11 +184,6 @@ class MuonOptimizer(OnWholeWeights, AdamWOptimizer):
                     piece = tf.slice(value, offset, static_sizes(part.value))
                     results[begin] = part._replace(value=piece)
         return Pieces(whole.whole, results)
-
-
-def whole_size(parts: Mapping[Begin, Any]) -> int:
-    """Returns the number of elements of all pieces."""
-    return sum(math.prod(static_sizes(part.value)) for part in parts.values())
 
 
 def joined(parts: Mapping[Begin, tf.Tensor], axis: int = 0) -> tf.Tensor:

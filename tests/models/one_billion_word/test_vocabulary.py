@@ -50,13 +50,13 @@ def test_tables(vocabulary):
     assert vocabulary.piece_bytes[vocabulary.bos_id] == 0
     assert vocabulary.piece_words[vocabulary.bos_id] == 0
     the = vocabulary.encode("the")
-    assert vocabulary.pieces(the) == [SPACE_MARK + "the"]
+    assert vocabulary._processor.id_to_piece(the) == [SPACE_MARK + "the"]
     assert vocabulary.piece_bytes[the] == [4] and vocabulary.piece_words[the] == [1]
 
 
 def test_unseen_characters_fall_back_to_bytes(vocabulary):
     ids = vocabulary.encode("\U0001f600")
-    assert vocabulary.pieces(ids)[-4:] == ["<0xF0>", "<0x9F>", "<0x98>", "<0x80>"]
+    assert vocabulary._processor.id_to_piece(ids)[-4:] == ["<0xF0>", "<0x9F>", "<0x98>", "<0x80>"]
     assert vocabulary.decode(ids[:-1]) != "", "half a character is shown somehow"
 
 
