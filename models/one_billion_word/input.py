@@ -132,7 +132,7 @@ def sentences(lines: tf.Tensor) -> tf.Tensor:
 def tokenizer(vocabulary: Vocabulary) -> Callable[[tf.Tensor], tf.RaggedTensor]:
     """Returns `vocabulary.encode` as a TensorFlow function: string [n] -> int32 [n, (pieces)]."""
     # Here, because its libraries take 115 MiB of memory.
-    text = needed("tensorflow_text", "the tokenizer", "models", "tensorflow-text")
+    text = needed("tensorflow_text", "the tokenizer", "examples", "tensorflow-text")
     load_library(text.__name__)
     return text.SentencepieceTokenizer(model=vocabulary.model, out_type=tf.int32).tokenize
 

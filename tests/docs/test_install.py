@@ -1,5 +1,6 @@
 """Tests that the versions on the page of installation are those that the project declares."""
 
+import ast
 import importlib.metadata
 import pathlib
 import re
@@ -30,6 +31,23 @@ def test_versions_are_those_of_the_project():
     (tensorflow,) = [line for line in needed if line.startswith("tensorflow>")]
     assert tensorflow.startswith(f"tensorflow>={found['TensorFlow']},<")
     assert f"lingvo=={found['lingvo']}" in needed
+
+
+# Functions that name optional dependencies, and the argument that does.
+NAMING = {"install": 0, "MissingPackageError": 2, "needed": 2}
+
+
+def test_errors_name_optional_dependencies_that_exist():
+    """One said `pip install '.[models]'`."""
+    extras = toml_of(str(ROOT / "pyproject.toml"))["project"]["optional-dependencies"]
+    named = set()
+    for path in (path for room in ("pipemesh", "models") for path in (ROOT / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            name = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
+            for extra in node.args[NAMING[name] :][:1] if name in NAMING else ():
+                named |= {extra.value} if isinstance(extra, ast.Constant) else set()
+    assert named >= {"data", "examples"}
+    assert named <= extras.keys()
 
 
 @pytest.mark.parametrize("name", ["tensorflow", "tensorflow-text", "lingvo"])
