@@ -14,6 +14,7 @@ from pipemesh.layers.named.lora import ADAPTERS, LowRank, adapt
 from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
 from pipemesh.plan.plan import check_batch
+from pipemesh.training.registered import ADAPTER_SETTINGS
 
 from ..one_billion_word.named_transformer import (
     ExpertsBlock,
@@ -135,6 +136,13 @@ class PretrainedParams(base_model_params.SingleTaskModelParams):
                 f"LORA_RANK={self.LORA_RANK} trains adapters alone, but FREEZE is {self.FREEZE!r} "
                 f"and TRAIN_ONLY {self.TRAIN_ONLY!r}; leave these out (--freeze= --train_only=), "
                 "and choose adapters by LORA_TARGETS (--lora_targets)"
+            )
+        given = [name for name in ADAPTER_SETTINGS[1:] if name in vars(self)]
+        if given and not self.LORA_RANK:
+            flags = ", ".join(f"--{name.lower()}={getattr(self, name)}" for name in given)
+            raise TrainingError(
+                f"{flags}: there are no adapters, since LORA_RANK is 0; give --lora_rank, or leave "
+                "out the others to train all weights"
             )
         p.stack = stack_of(self, stages_of(self), names.tied_of(config))
         p.train.learner = learner_of(self, schedule.Constant.Params())

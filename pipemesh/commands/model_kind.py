@@ -11,6 +11,7 @@ import abc
 import contextlib
 import dataclasses
 import itertools
+import operator
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -290,6 +291,8 @@ def _settings(note: Any, prefix: str) -> dict[str, str]:
     return {name: value for name, value in settings.items() if name.startswith(prefix)}
 
 
+# The name of a param of a layer of a stack.
+_OF_A_LAYER = re.compile(r"(.*)\.cell_tpl\[(\d+)\]\.sub\[(\d+)\](.*)")
 # Settings that an import does not have: data, learning, adapters.
 _OF_A_RUN = re.compile(r"^input\.|^task\.train\.|\.adapted$|\.adapter_tpl\.")
 
@@ -302,8 +305,8 @@ def _changes(there: Any, now: Any) -> list[str]:
     values |= {"mesh_shape": "mesh", "layout": "layout"}
     plan = _differences(there.get("plan", {}), now["plan"])
     changes = list(plan.items())
-    settings = there.get("settings", {})
-    for name, (before, after) in _differences(settings, now["settings"]).items():
+    settings = _by_layer(there.get("settings", {}))
+    for name, (before, after) in _differences(settings, _by_layer(now["settings"])).items():
         if there.get(WEIGHTS_ONLY) and _OF_A_RUN.search(name):
             continue
         if name not in settings and after == "False":
@@ -314,6 +317,22 @@ def _changes(there: Any, now: Any) -> list[str]:
         if _as_in_plan(before) != old and _as_in_plan(after) != new:
             changes.append((name, (before, after)))
     return [f"changed since the checkpoint: {name} {a} -> {b}" for name, (a, b) in changes]
+
+
+def _by_layer(settings: Mapping[str, str]) -> dict[str, str]:
+    """Returns settings in which layers have their numbers in the stack: another plan cuts other
+    stages, and a layer that only moves has not changed.
+    """
+    found = filter(None, map(_OF_A_LAYER.fullmatch, settings))
+    layers = sorted({(each[1], int(each[2]), int(each[3])) for each in found})
+    numbers: dict[tuple[str, int, int], int] = {}
+    for _, of_stack in itertools.groupby(layers, key=operator.itemgetter(0)):
+        numbers.update((layer, number) for number, layer in enumerate(of_stack))
+
+    def by_number(name: re.Match[str]) -> str:
+        return f"{name[1]}.layers[{numbers[name[1], int(name[2]), int(name[3])]}]{name[4]}"
+
+    return {_OF_A_LAYER.sub(by_number, name): value for name, value in settings.items()}
 
 
 def _as_in_plan(text: str) -> str:

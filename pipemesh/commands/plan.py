@@ -39,7 +39,7 @@ from pipemesh.plan.figures import PLAIN, Figures, settings_of
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.predict import Prediction, predict
 from pipemesh.plan.search import SearchSpace, search
-from pipemesh.text import columns, nearest_text, number
+from pipemesh.text import columns, count_text, nearest_text, number
 
 _MB = 1e6
 # The share of a step that is round-off.
@@ -97,7 +97,8 @@ def main(argv: list[str]) -> int:
     if figures is None:
         figures = dataclasses.replace(model.figures(), settings=settings_of(flags.given()))
         write_output("--save", flags.save, figures.to_json())
-    if not (batch := flags.batch_size or figures.batch):
+    batch = figures.batch if flags.batch_size is None else flags.batch_size
+    if not batch and flags.batch_size is None:
         raise PlanError("the figures do not say the batch size; give --batch_size")
     if model is not None and flags.trials and batch != model.rows:
         raise PlanError(
@@ -113,8 +114,8 @@ def main(argv: list[str]) -> int:
         # What has just been measured is at the pace of the machine.
         is_old = flags.figures is not None and _has_plain_step(figures, asked)
         plans, took, pace = _tried(figures, plans, model, flags.trials, is_old)
-    if figures.about:
-        print(f"figures: {figures.about}")
+    about = f"figures: {figures.about}; " if figures.about else ""
+    print(f"{about}a batch of {count_text(batch, 'row')}")
     if pace != 1:
         print(
             f"a reference step now takes {pace:.2f} of the time it took when measured; forecasts "

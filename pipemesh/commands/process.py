@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -30,6 +31,7 @@ def run(main: Callable[[list[str]], int], argv: list[str] | None = None) -> NoRe
     """Runs a program as this process, by default with its command line, and ends the process."""
     # Before all else: imports take seconds.
     signal.signal(signal.SIGINT, _leave)
+    warnings.formatwarning = _line_of_warning
     # Until the first step little is garbage, and to look for it takes an eighth of the time.
     gc.disable()
     try:
@@ -47,6 +49,11 @@ def run(main: Callable[[list[str]], int], argv: list[str] | None = None) -> NoRe
         sys.stderr.flush()
     # At once: the system frees all memory, which takes Python seconds.
     os._exit(code)
+
+
+def _line_of_warning(message: Warning | str, *args: Any, **kwargs: Any) -> str:
+    """Returns a warning for users, to whom the line of code that gives it says nothing."""
+    return f"warning: {message}\n"
 
 
 def name_of_main() -> str:

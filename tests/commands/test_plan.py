@@ -36,7 +36,7 @@ def test_the_best_plans_are_printed_with_what_binds(figures, tmp_path, capsys):
     words = ["plan", figures, "--devices=4", "--fix=mesh=layers:4", "--parts", f"--json={out}"]
     assert main(words) == 0
     told = capsys.readouterr().out.splitlines()
-    assert told[0] == "figures: a test"
+    assert told[0] == "figures: a test; a batch of 16 rows"
     assert told[1].split() == [
         *("mesh", "layout", "schedule", "microbatches", "boundaries", "remat"),
         *("step", "ms", "bubble", "memory", "MB", "binds"),

@@ -132,7 +132,7 @@ def test_a_record_makes_a_page(folder):
 def test_figures_rank_plans_as_before(capsys):
     assert plan.main(["plan", str(FILES / "figures.json"), "--devices=2"]) == 0
     out = capsys.readouterr().out
-    assert "figures: tests.training.small_models.PlannedPoints, x86_64, 2 cores, 2 devices" in out
+    assert "figures: tests.training.small_models.PlannedPoints, x86_64, 2 cores, 2 devices; " in out
     milliseconds = [line.split()[6] for line in out.splitlines() if line.startswith("layers:")]
     assert milliseconds == ["3.368", "3.483", "3.612", "3.832", "3.856"]
     assert "best: mesh=layers:1 boundaries=0,5 remat=none" in out

@@ -273,6 +273,8 @@ def test_adapters_begin_on_a_trained_run_whose_damage_stays(folder, tmp_path):
         ({"LORA_ALPHA": 0.0}, "alpha"),
         ({"train_only": "x"}, "adapters alone, but FREEZE is None and TRAIN_ONLY 'x'; leave these"),
         ({"FREEZE": "cell_001/"}, "adapters alone, but FREEZE is 'cell_001/'"),
+        # They were ignored, and all weights trained.
+        ({"LORA_RANK": 0, "LORA_TARGETS": "w"}, r"^--lora_.*=w.*: there are no adapters, since .*"),
     ],
 )
 def test_wrong_settings_of_adapters(folder, changes, message):
