@@ -277,7 +277,7 @@ class Folder:
     run alone.
 
     Entering removes unfinished files of a killed run. The kernel releases the lock when the process
-    ends for any reason.
+    ends for any reason. If an error leaves a folder empty that was created, it is removed.
 
     Args:
         path: the folder.
@@ -299,6 +299,12 @@ class Folder:
         if os.path.lexists(path) and not os.path.isdir(path):
             kind = "a file" if os.path.exists(path) else "a link to nothing"
             raise CheckpointError(f"--logdir={path!r} is {kind}; give a folder")
+        # Folders that this makes, the innermost first.
+        self._made: list[str] = []
+        while not os.path.lexists(path):
+            self._made.append(path)
+            path = os.path.dirname(path) or "."
+        path = self.path
         try:
             os.makedirs(path, exist_ok=True)
             with tempfile.TemporaryFile(dir=path):
@@ -353,9 +359,13 @@ class Folder:
         os.close(self._fd)
         self._fd = fd
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object = None, *_: object) -> None:
         _held.remove(self)
         os.close(self._fd)
+        # Of what is refused nothing stays.
+        with contextlib.suppress(OSError):
+            for path in self._made if kind is not None else ():
+                os.rmdir(path)
 
 
 def _lock(fd: int) -> OSError | None:

@@ -197,6 +197,10 @@ def connect() -> bool:
     for name in ("spares", "client_address", "elastic", "step_limit"):
         if found is None and FLAGS.is_given(name) and FLAGS.value(name):
             raise FlagError(f"--{name} is for workers; give their addresses by --cluster")
+    if found is None and FLAGS.value("read_data") == "workers":
+        raise FlagError(
+            "--read_data=workers is for workers; give their addresses by --cluster, or leave it out"
+        )
     if found is None:
         return False
     for name in ("worker_answer", "worker_wait", "step_limit"):

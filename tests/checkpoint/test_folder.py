@@ -273,3 +273,13 @@ def test_a_newest_that_cannot_be_opened_is_returned(tmp_path):
     """A link to nothing was looked for without end."""
     os.symlink(tmp_path / "gone", tmp_path / "ckpt-5.index")
     assert hold_newest(str(tmp_path)) in (None, str(tmp_path / "ckpt-5"))
+
+
+def test_a_run_that_is_refused_leaves_no_folder_behind(tmp_path):
+    with pytest.raises(ValueError), Folder(str(tmp_path / "runs" / "model")):
+        raise ValueError
+    assert not [*tmp_path.iterdir()]
+    with pytest.raises(ValueError), Folder(str(tmp_path / "runs" / "model")):
+        (tmp_path / "runs" / "model" / "kept").touch()
+        raise ValueError
+    assert (tmp_path / "runs" / "model" / "kept").exists()
