@@ -48,6 +48,7 @@ prepare_graphs_quickly()
 # all the time takes a tenth of it.
 gc.freeze()
 gc.set_threshold(50_000, 10, 10)
+# Objects after which a file is worth a collection.
 _MANY = 500_000
 
 # A machine that does other work as well is no reason to fail; and what is written in the empty
@@ -68,7 +69,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True, scope="module")
 def nothing_left():
-    """Frees what a file has traced, and forgets the seed that it has set.
+    """Frees what files have traced, if that is much, and forgets the seed that one has set.
 
     Graphs are circles, which Python collects too seldom here; and TensorFlow copies the functions
     of all that are alive whenever it makes an iterator over data.

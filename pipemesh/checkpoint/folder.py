@@ -301,10 +301,10 @@ class Folder:
             raise CheckpointError(f"--logdir={path!r} is {kind}; give a folder")
         # Folders that this makes, the innermost first.
         self._made: list[str] = []
-        while not os.path.lexists(path):
-            self._made.append(path)
-            path = os.path.dirname(path) or "."
-        path = self.path
+        above = os.path.abspath(path)
+        while not os.path.lexists(above):
+            self._made.append(above)
+            above = os.path.dirname(above)
         try:
             os.makedirs(path, exist_ok=True)
             with tempfile.TemporaryFile(dir=path):
@@ -361,11 +361,12 @@ class Folder:
 
     def __exit__(self, kind: object = None, *_: object) -> None:
         _held.remove(self)
+        if kind is not None:
+            # Only if nothing has been written there.
+            with contextlib.suppress(OSError):
+                for path in self._made:
+                    os.rmdir(path)
         os.close(self._fd)
-        # Of what is refused nothing stays.
-        with contextlib.suppress(OSError):
-            for path in self._made if kind is not None else ():
-                os.rmdir(path)
 
 
 def _lock(fd: int) -> OSError | None:

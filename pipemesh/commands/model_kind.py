@@ -293,6 +293,8 @@ def _settings(note: Any, prefix: str) -> dict[str, str]:
 
 # The name of a param of a layer of a stack.
 _OF_A_LAYER = re.compile(r"(.*)\.cell_tpl\[(\d+)\]\.sub\[(\d+)\](.*)")
+# One of a stage, whose layers have theirs.
+_OF_A_STAGE = re.compile(r"\.cell_tpl\[\d+\]\.(?!sub\[)")
 # Settings that an import does not have: data, learning, adapters.
 _OF_A_RUN = re.compile(r"^input\.|^task\.train\.|\.adapted$|\.adapter_tpl\.")
 
@@ -305,8 +307,11 @@ def _changes(there: Any, now: Any) -> list[str]:
     values |= {"mesh_shape": "mesh", "layout": "layout"}
     plan = _differences(there.get("plan", {}), now["plan"])
     changes = list(plan.items())
-    settings = _by_layer(there.get("settings", {}))
-    for name, (before, after) in _differences(settings, _by_layer(now["settings"])).items():
+    settings, own = (_by_layer(note.get("settings", {})) for note in (there, now))
+    for name, (before, after) in _differences(settings, own).items():
+        if _OF_A_STAGE.search(name) and not (name in settings and name in own):
+            # The plan has another number of stages.
+            continue
         if there.get(WEIGHTS_ONLY) and _OF_A_RUN.search(name):
             continue
         if name not in settings and after == "False":

@@ -54,11 +54,12 @@ COMMAND = Command(
         Flag("device_type", default="CPU", choices=["CPU", "GPU"], help="Devices to measure on."),
         *(flag for flag in REGISTERED.flags if flag.name in (*MEASURED_FLAGS, "logdir")),
         Flag("save", value="FILE", help="Write the measured figures there."),
-        Flag("devices", int, required=True, value="N", help="Number of devices."),
+        Flag("devices", int, required=True, value="N", least=1, help="Number of devices."),
         Flag(
             "batch_size",
             int,
             value="ROWS",
+            least=1,
             help="Examples of a batch; default: the model's.",
         ),
         DEVICE_MEMORY,
@@ -97,8 +98,7 @@ def main(argv: list[str]) -> int:
     if figures is None:
         figures = dataclasses.replace(model.figures(), settings=settings_of(flags.given()))
         write_output("--save", flags.save, figures.to_json())
-    batch = figures.batch if flags.batch_size is None else flags.batch_size
-    if not batch and flags.batch_size is None:
+    if not (batch := flags.batch_size or figures.batch):
         raise PlanError("the figures do not say the batch size; give --batch_size")
     if model is not None and flags.trials and batch != model.rows:
         raise PlanError(

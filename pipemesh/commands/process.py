@@ -51,9 +51,16 @@ def run(main: Callable[[list[str]], int], argv: list[str] | None = None) -> NoRe
     os._exit(code)
 
 
-def _line_of_warning(message: Warning | str, *args: Any, **kwargs: Any) -> str:
-    """Returns a warning for users, to whom the line of code that gives it says nothing."""
-    return f"warning: {message}\n"
+_as_python, _LIBRARY = warnings.formatwarning, os.path.dirname(os.path.dirname(__file__))
+
+
+def _line_of_warning(
+    message: Warning | str, category: type[Warning], filename: str, *more: Any, **named: Any
+) -> str:
+    """Returns a warning of this library without its line of code, which says nothing to users."""
+    if filename.startswith(os.path.join(_LIBRARY, "")):
+        return f"warning: {message}\n"
+    return _as_python(message, category, filename, *more, **named)
 
 
 def name_of_main() -> str:

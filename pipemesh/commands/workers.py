@@ -183,7 +183,7 @@ def start_tensorflow(mesh: Mesh, device_type: str) -> None:
 def connect() -> bool:
     """Connects to workers before TensorFlow's first operation; returns whether there are any."""
     if FLAGS.value("cluster", "none") == "none":
-        return False
+        return _no_workers()
     try:
         if FLAGS.cluster is None:
             found = Cluster.from_environment()
@@ -197,12 +197,8 @@ def connect() -> bool:
     for name in ("spares", "client_address", "elastic", "step_limit"):
         if found is None and FLAGS.is_given(name) and FLAGS.value(name):
             raise FlagError(f"--{name} is for workers; give their addresses by --cluster")
-    if found is None and FLAGS.value("read_data") == "workers":
-        raise FlagError(
-            "--read_data=workers is for workers; give their addresses by --cluster, or leave it out"
-        )
     if found is None:
-        return False
+        return _no_workers()
     for name in ("worker_answer", "worker_wait", "step_limit"):
         if (value := FLAGS.value(name)) is not None:
             check_number(name, value)
@@ -229,6 +225,15 @@ def connect() -> bool:
         step_limit=FLAGS.step_limit,
     )
     return True
+
+
+def _no_workers() -> bool:
+    """Returns False, after a check that no worker is to read data."""
+    if FLAGS.value("read_data") == "workers":
+        raise FlagError(
+            "--read_data=workers is for workers; give their addresses by --cluster, or leave it out"
+        )
+    return False
 
 
 def fitting(plan: Plan, device_type: str, check: Callable[[Plan], object]) -> Plan:

@@ -50,7 +50,7 @@ class Measured:
 
 def fitted(figures: Figures, steps: Sequence[Measured]) -> Figures:
     """Returns the figures, adjusted until forecasts agree with measured steps."""
-    # Values that cannot be measured alone are free: links, and the crowding of cores. Measured
+    # Values that cannot be measured alone are free: bandwidths, and the crowding of cores. Measured
     # values may change too, at a higher cost. These are the overhead of actions and steps, the
     # update, one factor each for the time, work and fixed cost of all layers, and the number of
     # cores. The objective is the sum of squared logarithms of errors, with a small weight on
@@ -165,8 +165,8 @@ def _link(
             link = Link(link.latency, link.bandwidth / factor)
         return dataclasses.replace(figures, **{name: link})
 
-    # Steps hardly tell latency from work that rules do not split, and of other rules, which have
-    # three times the calls, it would make forecasts that are far too long.
+    # Steps hardly tell latency from work that no rule splits. One that is fitted too long makes
+    # rules with three times the calls far too slow.
     cost = _LITTLE if part == "latency" else _GUESS
     return lambda figures: seconds(getattr(figures, name)) > 0, moved, cost
 

@@ -276,7 +276,7 @@ def test_a_newest_that_cannot_be_opened_is_returned(tmp_path):
 
 
 def test_a_run_that_is_refused_leaves_no_folder_behind(tmp_path):
-    with pytest.raises(ValueError), Folder(str(tmp_path / "runs" / "model")):
+    with pytest.raises(ValueError), Folder(f"{tmp_path}/runs/model/"):
         raise ValueError
     assert not [*tmp_path.iterdir()]
     with pytest.raises(ValueError), Folder(str(tmp_path / "runs" / "model")):

@@ -8,6 +8,7 @@ import pytest
 
 from pipemesh import __version__
 from pipemesh.checkpoint.manifest import Manifest
+from pipemesh.commands import process
 from pipemesh.commands.main import HELP, MODULES, PROGRAMS, main
 
 
@@ -132,3 +133,10 @@ def test_the_installed_command_finds_the_models_of_the_folder_where_it_is_called
     # What the program itself lacks is told as it is.
     code, out, err = called(folder, "lacking")
     assert code == 1 and "No module named 'no_such_module'" in err
+
+
+def test_only_warnings_of_the_library_come_without_their_line_of_code():
+    told = process._line_of_warning("it idles", UserWarning, process.__file__, 3)
+    assert told == "warning: it idles\n"
+    told = process._line_of_warning("it idles", UserWarning, __file__, 3, line="code")
+    assert told.startswith(f"{__file__}:3: UserWarning: it idles\n")

@@ -25,6 +25,9 @@ def test_layers_that_another_plan_only_moves_have_not_changed():
     stack = "task.stack.cell_tpl"
     before = {f"{stack}[0].sub[{i}].kind": kind for i, kind in enumerate("abc")}
     after = {f"{stack}[{i}].sub[0].kind": kind for i, kind in enumerate("abx")}
+    # Of stages, too, there are more.
+    before[f"{stack}[0].dtype"] = "float32"
+    after |= {f"{stack}[{i}].dtype": "float32" for i in range(3)}
     told = model_kind._changes({"settings": before}, {"plan": {}, "settings": after})
     assert told == ["changed since the checkpoint: task.stack.layers[2].kind c -> x"]
 

@@ -5,8 +5,14 @@ import json
 import pytest
 import tensorflow as tf
 
-from pipemesh.commands.flags import FLAGS, FlagError
-from pipemesh.commands.workers import HOST_FLAGS, device_flags, device_type, start_devices
+from pipemesh.commands.flags import FLAGS, Flag, FlagError
+from pipemesh.commands.workers import (
+    HOST_FLAGS,
+    connect,
+    device_flags,
+    device_type,
+    start_devices,
+)
 from pipemesh.mesh import Mesh
 
 
@@ -22,6 +28,16 @@ def test_gpus_are_taken_where_no_workers_are_named(monkeypatch, cluster, config,
     FLAGS.set("cluster", cluster)
     monkeypatch.setattr("tensorflow.config.list_physical_devices", lambda kind: ["GPU:0", "GPU:1"])
     assert device_type(2) == wanted
+
+
+@pytest.mark.parametrize("cluster", [None, "none"])
+def test_no_worker_reads_data_where_there_is_none(monkeypatch, cluster):
+    """With --cluster=none it was found when the model had been made."""
+    monkeypatch.setenv("TF_CONFIG", "")
+    FLAGS.declare([*HOST_FLAGS, Flag("read_data", default="workers")])
+    FLAGS.set("cluster", cluster)
+    with pytest.raises(FlagError, match=r"^--read_data=workers is for workers; give their addres"):
+        connect()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,10 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 def main():
     path, *arguments = sys.argv[1:]
     with socket.socket(socket.AF_UNIX) as server:
-        server.connect(path)
+        try:
+            server.connect(path)
+        except OSError as error:
+            sys.exit(f"{path}: {error}; the process of tests that started the server has ended")
         request = {"arguments": arguments, "cwd": os.getcwd(), "env": dict(os.environ)}
         socket.send_fds(server, [b"."], [0, 1, 2])
         server.sendall(json.dumps(request).encode() + b"\n")

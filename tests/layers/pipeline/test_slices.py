@@ -103,10 +103,7 @@ def plain(run, packed, attention):
         (
             f"layers:2;model:2 {SPLIT};length:model",
             "seq1f1b:3",
-            {
-                **{"attention": {"num_kv_heads": 1, **TURNED}, "num_micro_batches": 1},
-                "packed": True,
-            },
+            {"packed": True, "attention": {"num_kv_heads": 1, **TURNED}},
         ),
     ],
 )
