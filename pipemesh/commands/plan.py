@@ -38,7 +38,7 @@ from pipemesh.errors import PlanError
 from pipemesh.plan.figures import PLAIN, Figures, settings_of
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.predict import Prediction, predict
-from pipemesh.plan.search import SearchSpace, search
+from pipemesh.plan.search import SearchSpace, check_fixed, search
 from pipemesh.text import columns, count_text, nearest_text, number
 
 _MB = 1e6
@@ -91,6 +91,7 @@ def main(argv: list[str]) -> int:
     flags = parse(argv, COMMAND)
     _check(flags)
     fixed = fixed_values(flags.fix)
+    check_fixed(fixed)
     figures = None if flags.figures is None else Figures.read(flags.figures)
     model: Any = None
     if flags.model is not None:

@@ -232,10 +232,14 @@ def _meshes(figures: Figures, space: SearchSpace) -> Iterator[tuple[int, int, in
         group = plan.mesh.num_devices // places // replicas
         yield places, replicas, group, figures.layout_of(given) or ""
         return
+    check_fixed(space.fixed)
+    named = {axis for _, axis in given.rules} - {LAYERS_AXIS}
     # Weights that are cut over replicas save memory alone.
     layouts = [
         layout for layout in figures.layouts if not cuts_weights(layout) or space.memory is not None
     ]
+    if given.rules:
+        layouts = [figures.layout_of(given) or ""]
     groups = [
         (group, layout)
         for group in range(1, space.devices + 1)
@@ -245,12 +249,27 @@ def _meshes(figures: Figures, space: SearchSpace) -> Iterator[tuple[int, int, in
     for places in range(1, min(space.devices, len(figures.layers)) + 1):
         for replicas in divisors(space.batch):
             for group, layout in groups:
-                # A given layout is for axes with other names.
-                home = replicas * group
-                if home * places > space.devices or (home > 1 and given.rules):
+                if replicas * group * places > space.devices:
+                    continue
+                axes = {axis for axis, size in ((DATA, replicas), (MODEL, group)) if size > 1}
+                if given.rules and named != axes:
                     continue
                 if figures.can_cut(replicas, layout):
                     yield places, replicas, group, layout
+
+
+def check_fixed(fixed: Mapping[str, str]) -> None:
+    """Checks that fixed layout rules without a mesh name the axes of the search; it needs no
+    figures.
+    """
+    given = LayoutRules.from_text(fixed.get("layout", ""))
+    known = (LAYERS_AXIS, DATA, MODEL)
+    if "mesh" not in fixed and (odd := [axis for _, axis in given.rules if axis not in known]):
+        raise PlanError(
+            f"layout={given} names the axis '{odd[0]}', and without a mesh the axes are "
+            f"{', '.join(known)}; name one of these, or fix the mesh as well, such as "
+            f"mesh=layers:1;{odd[0]}:2"
+        )
 
 
 def rated(figures: Figures, space: SearchSpace) -> list[Split]:

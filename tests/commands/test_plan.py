@@ -79,6 +79,10 @@ def test_the_best_plans_are_printed_with_what_binds(figures, tmp_path, capsys):
         ("FIGURES --batch_size 0", "--batch_size=0: it must be at least 1"),
         ("FIGURES --json /none/x", "--json='/none/x' cannot be written"),
         ("FIGURES --fix mesh=layers:4", "4 devices, but there are 2"),
+        (
+            "--model none.Model --fix layout=d_ff:rows",
+            "fix the mesh as well, such as mesh=layers:1;",
+        ),
         ("FIGURES --fix remat=fulll", "did you mean 'full'?"),
         ("FIGURES --count 0", "--count=0: it must be at least 1"),
         ("FIGURES --device_memory 1MB", "no plan fits into 1,000,000 bytes a device"),

@@ -183,6 +183,10 @@ def test_layout_rules_are_searched():
     fixed = SearchSpace(2, 1, fixed={"mesh": "layers:1;axis:2", "layout": "heads:axis"})
     chosen = search(found, fixed)[0]
     assert str(chosen.plan.layout) == "heads:axis"
+    # Also without a mesh, over the axes of the search.
+    for layout, mesh in (("heads:model", "layers:1;model:2"), ("batch:data", "layers:1;data:2")):
+        for each in search(found, SearchSpace(2, 2, fixed={"layout": layout})):
+            assert (str(each.plan.mesh), str(each.plan.layout)) == (mesh, layout)
     plans = [
         Plan("layers:1;model:2", f"{dim}:model", remat="none")
         for dim in ("heads", "length", "other")
