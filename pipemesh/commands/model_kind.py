@@ -263,7 +263,16 @@ def _trainer(folder: str) -> tuple[Any, Options]:
         now = model.note()
         there: Any = manifest.note if manifest else {}
         place = _settings(there, "input.") == _settings(now, "input.")
-        trainer = Trainer(model, options, restore=path, keeps_place=place)
+        try:
+            trainer = Trainer(model, options, restore=path, keeps_place=place)
+        except CheckpointError as error:
+            was, own = (
+                note.get("settings", {}).get(_OPTIMIZER, "").rpartition("/")[2]
+                for note in (there, now)
+            )
+            if was in ("", own) or there.get(WEIGHTS_ONLY):
+                raise
+            raise CheckpointError(f"{path} was trained by {was}, not {own}: {error}") from error
     plan = model.plan
     print(f"{model.name}: {plan.mesh}")
     if table := trainer.stage_table():
@@ -291,6 +300,7 @@ def _settings(note: Any, prefix: str) -> dict[str, str]:
     return {name: value for name, value in settings.items() if name.startswith(prefix)}
 
 
+_OPTIMIZER = "task.train.learner.optimizer.cls"
 # The name of a param of a layer of a stack.
 _OF_A_LAYER = re.compile(r"(.*)\.cell_tpl\[(\d+)\]\.sub\[(\d+)\](.*)")
 # One of a stage, whose layers have theirs.

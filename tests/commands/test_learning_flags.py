@@ -65,6 +65,7 @@ def test_another_optimizer_than_the_checkpoints_is_refused(tmp_path):
     logdir = f"--logdir={tmp_path}"
     done("train", f"{SMALL}ShortStagedPoints", "--optimizer=adamw", "--steps=1", logdir)
     told = refused("train", "--optimizer=muon", "--steps=2", logdir)
+    assert "ckpt-1 was trained by AdamW, not Muon: " in told
     assert "ckpt-1 has no 'points/cell_000/dense/b/var/Muon'" in told
 
 
