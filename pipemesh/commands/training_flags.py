@@ -726,8 +726,9 @@ def take_up(
         known.difference_update(OF_PIPELINES, ("mesh_shape", "layout"))
     if FLAGS.is_given(_NUMBER) or FLAGS.is_given(_TOKENS):
         known.difference_update((_NUMBER, _TOKENS))
-    if not (FLAGS.value("lora_rank") or note.get("flags", {}).get("lora_rank")):
-        # Once they were taken without a rank, and did nothing.
+    rank = note.get("flags", {}).get("lora_rank")
+    if not (FLAGS.value("lora_rank") if FLAGS.is_given("lora_rank") else rank):
+        # Without a rank they mean nothing.
         known -= {name for name in known if name.startswith("lora_")}
     # Saved values of another schedule or optimizer than the given one.
     known -= not_taken(FLAGS.given())
